@@ -1,0 +1,428 @@
+"""Prompt in, text out: `generate` and `stream`.
+
+Both run the same compiled loop some tokens at a time and differ only in what they do in between.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import loops
+from jaxkv.cache import UNBOUNDED, resize
+from jaxkv.loops import CHUNK, Loop
+from jaxkv.models.params import Params
+from jaxkv.policies.base import Policy, get, registered
+from jaxkv.progress import spinner
+from jaxkv.prompts import to_rows
+from jaxkv.report import CompileClock, Report, make_report
+from jaxkv.sampling import row_keys, sampling
+from jaxkv.tokenizer import Tokenizer
+
+#: `stream` hears from the compiled loop about this often, in seconds.
+_STREAM_SECONDS = 0.1
+#: Prompts beyond the model's positions are read in blocks of at most so many tokens.
+_LONG_PROMPT_BLOCK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns. For one prompt `text` is a string and `tokens` a list of ids; for a
+    batch both are lists of these, in the order of the prompts."""
+
+    #: None for models without a tokenizer.
+    text: Any
+    #: The end-of-text token is included.
+    tokens: Any
+    #: Log-probability of each token under the model, if asked for; shaped as `tokens`.
+    logprobs: Any
+    report: Report
+    policy: Policy
+    #: Where generation stands; give the `Generation` as `after=` to go on.
+    loop: Loop = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text if isinstance(self.text, str) else "\n".join(map(str, self.text))
+
+
+def generate(
+    params: Params,
+    prompt: Any,
+    *,
+    policy: str | Policy | None = None,
+    budget: int | float | None = None,
+    max_new_tokens: int = 128,
+    ignore_eos: bool = False,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int | Sequence[int] = 0,
+    stop: str | Sequence[str] = (),
+    logprobs: bool = False,
+    after: Generation | None = None,
+) -> Generation:
+    """Generates text with a compressed cache.
+
+    Args:
+      params: a model from `jaxkv.load`.
+      prompt: a string, chat messages (`[{"role": "user", "content": ...}]`) or token ids; or a
+        list of these, which is a batch. A batch gives what its rows would give alone.
+      policy: which tokens the cache keeps: a name (`jaxkv policies` lists them) or a `Policy`;
+        "full" if None.
+      budget: tokens kept per KV head, an int, or a float for the fraction of each prompt's own
+        length; None leaves the policy's own.
+      max_new_tokens: at most so many; fewer when the model ends its text.
+      ignore_eos: go on after the end-of-text token.
+      temperature, top_k, top_p, min_p, repetition_penalty: see `jaxkv.sampling.sampling`;
+        temperature 0 is greedy.
+      seed: of the draws: an int for all rows alike, or one per prompt.
+      stop: strings that end a row; the text is cut before them.
+      logprobs: also return log-probabilities.
+      after: go on after this generation, with its cache and its policy: the prompt is what
+        follows. The earlier generation stays usable.
+
+    Raises:
+      ValueError: an argument is out of range, or the prompt does not fit the model.
+    """
+    options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
+    run = _Run(params, prompt, _Options(**options))
+    for _ in run.chunks(lambda _: CHUNK):
+        pass
+    return run.result(with_logprobs=logprobs)
+
+
+_NOT_OPTIONS = ("params", "prompt", "logprobs")
+
+
+def stream(params: Params, prompt: Any, **options: Any) -> Iterator[str]:
+    """Generates text and yields it piece by piece, as soon as it is certain.
+
+    Takes one prompt, and the arguments of `generate` except `logprobs`. The pieces together are
+    the text that `generate` gives; the iterator returns the `Generation` when it ends.
+
+    Raises:
+      ValueError: as `generate`, at once; also for a batch of prompts.
+    """
+    run = _Run(params, prompt, _Options(**options))
+    if not run.single:
+        raise ValueError(f"stream takes one prompt, got {len(run.rows)}; use generate")
+    if params.tokenizer is None:
+        raise ValueError(f"{params.name or 'the model'} has no tokenizer: use generate")
+    return _pieces(run)
+
+
+def _pieces(run: "_Run") -> Iterator[str]:
+    told = ""
+    for _ in run.chunks(lambda seconds: max(1, round(_STREAM_SECONDS / seconds))):
+        certain = run.texts[0].certain()
+        if len(certain) > len(told):
+            yield certain[len(told) :]
+            told = certain
+    result = run.result()
+    if len(result.text) > len(told):
+        yield result.text[len(told) :]
+    return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The arguments of `generate` and `stream`, checked."""
+
+    policy: str | Policy | None = None
+    budget: int | float | None = None
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | Sequence[int] = 0
+    stop: str | Sequence[str] = ()
+    after: Generation | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be an int >= 1, got {self.max_new_tokens!r}")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(text, str) and text for text in stops):
+            raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")
+        object.__setattr__(self, "stop", stops)
+
+    def resolved_policy(self) -> Policy:
+        """The policy with its budget; that of `after` if there is one."""
+        if self.after is None:
+            return get(self.policy or "full", self.budget)
+        if self.budget is not None or self.policy not in (None, self.after.policy):
+            raise ValueError(
+                f"the cache of `after` was made under {self.after.policy!r}, and policy and "
+                f"budget cannot change, got policy={self.policy!r}, budget={self.budget!r}"
+            )
+        return self.after.policy
+
+
+class _Run:
+    """One call of `generate` or `stream`: checks everything first, then runs."""
+
+    def __init__(self, params: Params, prompt: Any, options: _Options):
+        self.params, self.options, self.after = params, options, options.after
+        self.policy = options.resolved_policy()
+        self.rows, self.single = to_rows(params, prompt)
+        count = len(self.rows)
+        self.prompt_tokens = [len(row) for row in self.rows]
+        self.sampling = sampling(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+        )
+        self.keys = row_keys(options.seed, count)
+        if options.stop and params.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model has none")
+        self.texts = [_Text(params.tokenizer, options.stop) for _ in self.rows]
+        self.tokens: list[list[int]] = [[] for _ in self.rows]
+        self.logprobs: list[list[float]] = [[] for _ in self.rows]
+        self.seen = [0] * count
+        if self.after is not None:
+            self._check_after(self.after)
+            # The last token was chosen but not fed; it comes first now.
+            pending = np.asarray(self.after.loop.token).tolist()
+            self.rows = [[first, *row] for first, row in zip(pending, self.rows, strict=True)]
+            self.seen = np.asarray(self.after.loop.cache.length).tolist()
+        self.budgets = self._budgets()
+        self.block = self._check_positions()
+        eos = () if options.ignore_eos else params.config.eos_ids
+        self.eos = jnp.array(eos or (-1,), jnp.int32)
+        self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
+
+    def _check_after(self, after: Generation) -> None:
+        if after.loop.token.shape[0] != len(self.rows):
+            raise ValueError(
+                f"`after` holds {after.loop.token.shape[0]} sequences, got {len(self.rows)} prompts"
+            )
+
+    def _budgets(self) -> np.ndarray:
+        """Tokens per KV head, [layer, sequence]."""
+        layers = self.params.config.num_layers
+        if self.after is not None:
+            return np.stack([np.asarray(x.budget)[:, 0] for x in self.after.loop.cache.layers])
+        if not self.policy.evicts:
+            return np.full((layers, len(self.rows)), UNBOUNDED)
+        resolved = [self.policy.resolve(length) for length in self.prompt_tokens]
+        return np.array([self.policy.layer_budgets(budget, layers) for budget in resolved]).T
+
+    def _check_positions(self) -> int:
+        """How many tokens of the prompt are read at once; raises if positions do not suffice."""
+        config, rolling = self.params.config, self.policy.positions == "rolling"
+        name = self.params.name or "the model"
+        if rolling and not config.rotary:
+            raise ValueError(
+                f"{self.policy!r} has rolling positions, which need rotary embeddings; {name} "
+                "adds learned positions to the hidden state: use positions='original'"
+            )
+        longest = max(n + len(row) for n, row in zip(self.seen, self.rows, strict=True))
+        total = longest + self.options.max_new_tokens - 1
+        if total <= config.max_positions:
+            return longest
+        if not rolling:
+            able = [n for n, policy in registered().items() if policy.positions == "rolling"]
+            raise ValueError(
+                f"{longest} tokens and max_new_tokens={self.options.max_new_tokens} need {total} "
+                f"positions, {name} has {config.max_positions}: shorten the text"
+                + (f", or use a policy that can go on: {', '.join(able)}" if config.rotary else "")
+            )
+        room = config.max_positions - int(self.budgets.max()) - 1
+        if room < 1:
+            raise ValueError(
+                f"a budget of {self.budgets.max()} tokens leaves no room for new ones in the "
+                f"{config.max_positions} positions of {name}: give a smaller budget"
+            )
+        return min(room, _LONG_PROMPT_BLOCK)
+
+    def _slots(self) -> tuple[int, ...]:
+        """Slots per layer: the largest budget that can be reached, one free slot, padding."""
+        rows = zip(self.seen, self.rows, strict=True)
+        total = max(n + len(row) for n, row in rows) + self.options.max_new_tokens
+        return tuple(slot_bucket(min(int(b.max()), total) + 1) for b in self.budgets)
+
+    def chunks(self, chunk_size: Callable[[float], int]) -> Iterator[None]:
+        """Runs; yields whenever there are new tokens. `chunk_size` is told the seconds that a
+        token takes and says how many tokens to decode before the next yield."""
+        with spinner("compiling and reading the prompt"), self._timed("prefill"):
+            loop, first = self._read_prompt()
+            token, first = np.asarray(loop.token)[:, None], np.asarray(first)[:, None]
+        self.loop = self._take(loop, token, first)
+        yield
+        left = self.options.max_new_tokens - 1
+        per_token = _STREAM_SECONDS
+        while left > 0 and not np.asarray(self.loop.done).all():
+            # A stop string must end its row before the next token enters the cache.
+            steps = 1 if self.options.stop else min(left, CHUNK, chunk_size(per_token))
+            with self._timed("decode"):
+                start, clock = time.perf_counter(), CompileClock()
+                loop, tokens, logprobs = loops.decode(
+                    self.params, self.loop, self.sampling, self.eos, jnp.int32(steps), self.policy
+                )
+                tokens = np.asarray(tokens)
+                per_token = (time.perf_counter() - start - clock.seconds) / steps
+                per_token = max(per_token, 1e-6)
+            self.loop = self._take(loop, tokens[:, :steps], np.asarray(logprobs))
+            left -= steps
+            yield
+
+    def _read_prompt(self) -> tuple[Loop, jax.Array]:
+        params, policy = self.params, self.policy
+        block = prompt_bucket(min(self.block, max(map(len, self.rows))))
+        if self.block < max(map(len, self.rows)):
+            block = self.block
+        cache = logits = None
+        if self.after is not None:
+            # Copies, since the loops update in place and `after` must stay usable.
+            cache = jax.tree.map(jnp.copy, resize(self.after.loop.cache, self._slots()))
+            logits = jnp.zeros((len(self.rows), params.config.vocab_size), jnp.float32)
+        for start in range(0, max(map(len, self.rows)), block):
+            tokens, added = pad_rows([row[start : start + block] for row in self.rows], block)
+            if cache is None:
+                logits, cache = loops.read_first(
+                    params, tokens, added, jnp.array(self.budgets), policy, self._slots()
+                )
+            else:
+                logits, cache = loops.read_more(params, logits, cache, tokens, added, policy)
+        return loops.first_token(
+            logits, cache, self.keys, self._used(), self.sampling, self.eos
+        )
+
+    def _used(self) -> jax.Array | None:
+        if self.sampling.repetition_penalty is None:
+            return None
+        used = np.zeros((len(self.rows), self.params.config.vocab_size), bool)
+        for i, row in enumerate(self.rows):
+            used[i, row] = True
+        if self.after is not None and self.after.loop.used is not None:
+            used |= np.asarray(self.after.loop.used)
+        return jnp.asarray(used)
+
+    def _take(self, loop: Loop, tokens: np.ndarray, logprobs: np.ndarray) -> Loop:
+        """Adds new tokens to the rows and ends rows whose stop string is complete."""
+        done = np.asarray(loop.done).copy()
+        for i, row in enumerate(tokens):
+            for token, logprob in zip(row.tolist(), logprobs[i].tolist(), strict=False):
+                if token < 0:
+                    break
+                self.tokens[i].append(token)
+                self.logprobs[i].append(logprob)
+                done[i] |= self.texts[i].add(token)
+        if self.options.stop:
+            loop = dataclasses.replace(loop, done=jnp.asarray(done))
+        return loop
+
+    def _timed(self, name: str) -> "_Timer":
+        return _Timer(self.seconds, name)
+
+    def result(self, *, with_logprobs: bool = False) -> Generation:
+        """What was generated, and the report."""
+        report = make_report(
+            self.params,
+            self.policy,
+            self.loop.cache,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=[len(row) for row in self.tokens],
+            budgets=[round(float(b)) for b in self.budgets.mean(0)],
+            seconds=self.seconds,
+        )
+        texts = [text.final() for text in self.texts]
+        pick: Callable[[list], Any] = (lambda rows: rows[0]) if self.single else (lambda rows: rows)
+        return Generation(
+            text=pick(texts),
+            tokens=pick(self.tokens),
+            logprobs=pick(self.logprobs) if with_logprobs else None,
+            report=report,
+            policy=self.policy,
+            loop=self.loop,
+        )
+
+
+class _Timer:
+    """Adds the time inside to `seconds[name]`, and what was compiling to `seconds["compile"]`."""
+
+    def __init__(self, seconds: dict[str, float], name: str):
+        self.seconds, self.name = seconds, name
+
+    def __enter__(self) -> None:
+        self.start, self.clock = time.perf_counter(), CompileClock()
+
+    def __exit__(self, *_: object) -> None:
+        compiling = self.clock.seconds
+        self.seconds["compile"] += compiling
+        self.seconds[self.name] += max(0.0, time.perf_counter() - self.start - compiling)
+
+
+class _Text:
+    """The text of one row as it grows, and whether a stop string has ended it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]):
+        self.tokenizer, self.stops = tokenizer, stops
+        self.decode = tokenizer.decoder() if tokenizer else None
+        self.tokens: list[int] = []
+        self.text = ""
+        self.end: int | None = None
+
+    def add(self, token: int) -> bool:
+        """Takes the next token; True when a stop string is complete."""
+        self.tokens.append(token)
+        if self.decode is None:
+            return False
+        self.text += self.decode(token)
+        found = [at for at in (self.text.find(stop) for stop in self.stops) if at >= 0]
+        self.end = min(found, default=None)
+        return self.end is not None
+
+    def certain(self) -> str:
+        """The text so far, less an end that may become a stop string."""
+        if self.end is not None:
+            return self.text[: self.end]
+        for size in range(max(map(len, self.stops), default=0), 0, -1):
+            if any(self.text.endswith(stop[:size]) for stop in self.stops if size <= len(stop)):
+                return self.text[:-size]
+        return self.text
+
+    def final(self) -> str | None:
+        """The whole text, cut before the stop string."""
+        if self.tokenizer is None:
+            return None
+        if self.end is not None:
+            return self.text[: self.end]
+        return self.tokenizer.decode(self.tokens)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[jax.Array, jax.Array]:
+    """Rows of token ids as one array, padded at the end, and their lengths."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.array([len(row) for row in rows], jnp.int32)
+
+
+def prompt_bucket(length: int) -> int:
+    """Prompts are padded to few sizes, so that new lengths rarely compile anew: powers of two and
+    the sizes halfway between, from 16."""
+    size = 16
+    while size < length:
+        if size * 3 // 2 >= length:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def slot_bucket(slots: int) -> int:
+    """Slots are padded for the same reason, but by at most a sixteenth, since they are read at
+    every step; multiples of 16 keep rows aligned."""
+    step = max(16, 2 ** max(0, slots.bit_length() - 5))
+    return -(-slots // step) * step

@@ -1,0 +1,105 @@
+"""The parts that models are made of, as `flax.nnx` modules.
+
+Weights keep the layout and the names of the checkpoint, `(out, in)`: as the left operand of a
+product with few rows they are read two to three times faster on CPU than `(in, out)`.
+Every parameter names its logical axes, which one table maps to mesh axes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+#: Up to this many rows the weight is the left operand.
+_FEW_ROWS = 32
+
+_normal = jax.nn.initializers.normal(0.02)
+
+
+def _param(
+    rngs: nnx.Rngs, init: Callable[..., Array], shape: tuple[int, ...], axes: tuple[str, ...]
+) -> nnx.Param:
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), logical_axes=axes)
+
+
+class Linear(nnx.Module):
+    """`y = W x + b` with W of shape (out, in)."""
+
+    def __init__(
+        self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool, *, rngs: nnx.Rngs
+    ):
+        self.weight = _param(rngs, _normal, (outputs, inputs), axes)
+        self.bias = (
+            _param(rngs, jax.nn.initializers.zeros, (outputs,), axes[:1]) if bias else None
+        )
+
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        y = matmul(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+def matmul(x: Float[Array, "*rows in"], weight: Float[Array, "out in"]) -> Array:
+    """`x @ weight.T`, with the weight on the left when rows are few."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] <= _FEW_ROWS:
+        y = lax.dot_general(weight, rows, (((1,), (1,)), ((), ()))).T
+    else:
+        y = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())))
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class Embedding(nnx.Module):
+    """A table of shape (entries, features)."""
+
+    def __init__(self, entries: int, features: int, axes: tuple[str, str], *, rngs: nnx.Rngs):
+        self.weight = _param(rngs, _normal, (entries, features), axes)
+
+    def __call__(self, ids: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
+        return self.weight[...][ids]
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in float32."""
+
+    def __init__(self, features: int, eps: float, axis: str = "embed", *, rngs: nnx.Rngs):
+        self.weight = _param(rngs, jax.nn.initializers.ones, (features,), (axis,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*shape features"]) -> Float[Array, "*shape features"]:
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return y.astype(x.dtype) * self.weight[...]
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm with bias over the last axis, in float32."""
+
+    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs):
+        self.weight = _param(rngs, jax.nn.initializers.ones, (features,), ("embed",))
+        self.bias = _param(rngs, jax.nn.initializers.zeros, (features,), ("embed",))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*shape features"]) -> Float[Array, "*shape features"]:
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, -1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return y.astype(x.dtype) * self.weight[...] + self.bias[...]
+
+
+def activation(name: str) -> Callable[[Array], Array]:
+    """The activation that a checkpoint's config names."""
+    known: dict[str, Any] = {
+        "silu": jax.nn.silu,
+        "relu": jax.nn.relu,
+        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+        "gelu_new": jax.nn.gelu,
+        "gelu_fast": jax.nn.gelu,
+        "gelu_pytorch_tanh": jax.nn.gelu,
+    }
+    if name not in known:
+        raise ValueError(f"unknown activation {name!r}; supported: {', '.join(known)}")
+    return known[name]

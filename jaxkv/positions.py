@@ -1,0 +1,93 @@
+"""Rotary positions: which angle a token's query and key are turned by.
+
+Position modes, chosen by the policy:
+
+- `original`: a token keeps the position it had in the text. Keys are cached rotated.
+- `rolling`: a token is placed at its rank among the tokens still stored (StreamingLLM,
+  arXiv 2309.17453). Keys are cached before rotation and rotated whenever they are read, so that
+  positions never exceed the number of slots and a stream may go on for ever.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+POSITION_MODES = ("original", "rolling")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding (RoPE, arXiv 2104.09864) in the half-split form of Llama and GPT-NeoX.
+
+    Static and hashable. `frequencies` are radians per position, one per rotated pair; the first
+    `2 * len(frequencies)` dims of a head are rotated, the rest pass through.
+    """
+
+    frequencies: tuple[float, ...]
+
+    def __call__(
+        self, x: Float[Array, "*shape dim"], positions: Int[Array, "*#shape"]
+    ) -> Float[Array, "*shape dim"]:
+        """Rotates `x` to `positions`; computed in float32, returned in the dtype of `x`."""
+        angles = positions[..., None].astype(jnp.float32) * self._frequencies()
+        return _turn(x, jnp.cos(angles), jnp.sin(angles))
+
+    def at_ranks(
+        self, x: Float[Array, "*shape dim"], ranks: Int[Array, "*#shape"], limit: int
+    ) -> Float[Array, "*shape dim"]:
+        """As calling, for ranks below the static `limit`: cosines are looked up in a table, since
+        a decode step with rolling positions rotates every slot."""
+        angles = jnp.arange(limit, dtype=jnp.float32)[:, None] * self._frequencies()
+        ranks = jnp.clip(ranks, 0, limit - 1)
+        return _turn(x, jnp.cos(angles)[ranks], jnp.sin(angles)[ranks])
+
+    def _frequencies(self) -> Float[Array, " pairs"]:
+        return jnp.array(self.frequencies, jnp.float32)
+
+
+def _turn(x: Array, cos: Array, sin: Array) -> Array:
+    half = cos.shape[-1]
+    first = x[..., :half].astype(jnp.float32)
+    second = x[..., half : 2 * half].astype(jnp.float32)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], -1)
+
+
+def rotary_frequencies(dim: int, theta: float, scaling: Mapping[str, Any] | None) -> Rotary:
+    """The rotary embedding of `dim` dims with base `theta` and a checkpoint's `rope_scaling`.
+
+    Supported scalings: `default`, `linear`, `llama3` (the formula published with Llama 3.1), and
+    `factors` (one divisor per frequency, as GGUF files store the outcome of that formula).
+
+    Raises:
+      ValueError: another scaling type, or one with missing fields.
+    """
+    base = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    scaling = dict(scaling or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    try:
+        if kind == "default":
+            return Rotary(tuple(base))
+        if kind == "linear":
+            return Rotary(tuple(f / scaling["factor"] for f in base))
+        if kind == "llama3":
+            return Rotary(tuple(_llama3_frequency(f, scaling) for f in base))
+        if kind == "factors":
+            return Rotary(tuple(f / c for f, c in zip(base, scaling["factors"], strict=True)))
+    except KeyError as missing:
+        raise ValueError(f"rope scaling {kind!r} has no {missing}; it has: {scaling}") from None
+    raise ValueError(f"rope scaling must be 'default', 'linear' or 'llama3', got {kind!r}")
+
+
+def _llama3_frequency(frequency: float, scaling: Mapping[str, Any]) -> float:
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / frequency
+    turns = scaling["original_max_position_embeddings"] / wavelength
+    # 0 for wavelengths longer than the trained context (stretched), 1 for short ones (kept).
+    kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+    return (1 - kept) * frequency / scaling["factor"] + kept * frequency

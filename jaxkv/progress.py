@@ -1,0 +1,27 @@
+"""Signs of life on anything that takes more than two seconds, on standard error, on terminals."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from rich.console import Console
+
+_SECONDS_BEFORE = 2.0
+
+
+@contextlib.contextmanager
+def spinner(message: str) -> Iterator[None]:
+    """Shows `message` and the time passed, once the work inside has taken two seconds."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    status = console.status(message)
+    timer = threading.Timer(_SECONDS_BEFORE, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        status.stop()

@@ -1,0 +1,166 @@
+"""What generation cost and kept: `Report`, and the clock that tells compiling from running."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxkv.cache import Cache
+from jaxkv.models.params import Params
+from jaxkv.policies.base import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What happened to the cache, and how long it took.
+
+    Lists have one entry per sequence. Tokens are counted per KV head; heads of a layer keep
+    equally many.
+    """
+
+    policy: str
+    prompt_tokens: list[int]
+    new_tokens: list[int]
+    #: Resolved budget; None when the policy never evicts.
+    budget: list[int | None]
+    #: How the budget divides, e.g. `{"heavy": [10], "recent": [10]}`.
+    split: dict[str, list[int]]
+    #: Tokens stored at the end, [sequence][layer].
+    kept: list[list[int]]
+    #: Tokens dropped on the way, [sequence][layer].
+    evicted: list[list[int]]
+    #: Slots allocated per KV head, [layer]: the largest budget, one free slot, and padding.
+    slots: list[int]
+    #: Bytes of each layer of the live cache, and of all of it.
+    layer_bytes: list[int]
+    cache_bytes: int
+    #: Bytes of the keys and values of every token seen: what dropping nothing would need.
+    full_bytes: int
+    compile_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    #: Things worth knowing about this run.
+    notes: list[str]
+
+    @property
+    def evictions(self) -> int:
+        """Tokens dropped, over all sequences and layers."""
+        return sum(map(sum, self.evicted))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of prompt and decoding together, compiling left out (as in the
+        H2O paper)."""
+        return sum(self.new_tokens) / max(self.prefill_seconds + self.decode_seconds, 1e-9)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens per second of decoding alone; the first token comes from the prompt."""
+        return sum(n - 1 for n in self.new_tokens) / max(self.decode_seconds, 1e-9)
+
+    def __str__(self) -> str:
+        seen = [p + n for p, n in zip(self.prompt_tokens, self.new_tokens, strict=True)]
+        parts = ", ".join(f"{name} {_few(values)}" for name, values in self.split.items())
+        budget = "none" if self.budget[0] is None else f"{_few(self.budget)} tokens ({parts})"
+        lines = [
+            f"policy    {self.policy}",
+            f"budget    {budget}",
+            f"tokens    {_few(self.prompt_tokens)} prompt + {_few(self.new_tokens)} new",
+            f"kept      {_few([row[0] for row in self.kept])} of {_few(seen)} per KV head "
+            f"(first layer), {self.evictions} evictions in all layers",
+            f"cache     {self.cache_bytes / 1e6:.2f} MB in {_few(self.slots)} slots; "
+            f"all keys and values: {self.full_bytes / 1e6:.2f} MB",
+            f"seconds   compile {self.compile_seconds:.2f}, prompt {self.prefill_seconds:.2f}, "
+            f"decode {self.decode_seconds:.2f}",
+            f"speed     {self.decode_tokens_per_second:.1f} tokens/s decoding, "
+            f"{self.tokens_per_second:.1f} with the prompt",
+        ]
+        return "\n".join(lines + [f"note      {note}" for note in self.notes])
+
+
+def _few(values: Sequence[object]) -> str:
+    """One value if all are equal, else all of them."""
+    return str(values[0]) if len(set(values)) == 1 else "/".join(map(str, values))
+
+
+def make_report(
+    params: Params,
+    policy: Policy,
+    cache: Cache,
+    *,
+    prompt_tokens: list[int],
+    new_tokens: list[int],
+    budgets: list[int],
+    seconds: dict[str, float],
+) -> Report:
+    """Reads a cache and says what is in it."""
+    config = params.config
+    # [layer][sequence]: heads keep equally many.
+    stored = np.stack([np.asarray(layer.stored()).max(-1) for layer in cache.layers])
+    seen = np.asarray(cache.length)
+    evicted = seen[None] - stored
+    layer_bytes = [sum(x.nbytes for x in jax.tree.leaves(layer)) for layer in cache.layers]
+    per_token = 2 * config.num_kv_heads * config.head_dim * cache.layers[0].keys.dtype.itemsize
+    splits = [policy.split(budget) for budget in budgets] if policy.evicts else []
+    return Report(
+        policy=policy.name or type(policy).__name__,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        budget=[budget if policy.evicts else None for budget in budgets],
+        split={name: [split[name] for split in splits] for name in (splits[0] if splits else {})},
+        kept=stored.T.tolist(),
+        evicted=evicted.T.tolist(),
+        slots=[layer.slots for layer in cache.layers],
+        layer_bytes=layer_bytes,
+        cache_bytes=cache.nbytes,
+        full_bytes=int(seen.sum()) * per_token * config.num_layers,
+        compile_seconds=seconds["compile"],
+        prefill_seconds=seconds["prefill"],
+        decode_seconds=seconds["decode"],
+        notes=_notes(policy, budgets, prompt_tokens, evicted),
+    )
+
+
+_SMALL_BUDGET = 16
+
+
+def _notes(
+    policy: Policy, budgets: list[int], prompt_tokens: list[int], evicted: np.ndarray
+) -> list[str]:
+    if not policy.evicts:
+        return []
+    notes = []
+    if not evicted.any():
+        notes.append(
+            f"nothing was evicted: the budget of {_few(budgets)} tokens was never exceeded"
+        )
+    elif isinstance(policy.budget, float) and min(budgets) < _SMALL_BUDGET:
+        i = int(np.argmin(budgets))
+        notes.append(
+            f"budget {policy.budget} of a prompt of {prompt_tokens[i]} tokens is {budgets[i]} "
+            "tokens: a fraction of a short prompt leaves little; give a number of tokens instead"
+        )
+    return notes
+
+
+class CompileClock:
+    """Seconds spent tracing and compiling since it was made, told by JAX itself."""
+
+    _seconds = 0.0
+    _listening = False
+
+    def __init__(self) -> None:
+        if not CompileClock._listening:
+            CompileClock._listening = True
+            jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
+        self._start = CompileClock._seconds
+
+    @property
+    def seconds(self) -> float:
+        return CompileClock._seconds - self._start
+
+    @staticmethod
+    def _listen(event: str, duration: float, **_: object) -> None:
+        if event.startswith("/jax/core/compile/"):
+            CompileClock._seconds += duration
