@@ -49,16 +49,21 @@ def attend_slots(
     kv_heads = keys.shape[1]
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, dim)
     logits = jnp.einsum("bksd,bkgd->bksg", keys, grouped, preferred_element_type=jnp.float32)
-    logits = jnp.where(seen[..., None], logits * dim**-0.5, _MASKED)
-    weights = jnp.exp(logits - jnp.max(logits, 2, keepdims=True))
-    total = jnp.sum(weights, 2)
+    # Slots last from here: what follows runs along them.
+    logits = jnp.swapaxes(lax.optimization_barrier(logits), 2, 3)
+    logits = jnp.where(seen[:, :, None], logits * dim**-0.5, _MASKED)
+    highest = jnp.max(logits, 3)
+    weights = lax.optimization_barrier(jnp.exp(logits - highest[..., None]))
+    # A row that has ended sees nothing and gives nothing.
+    share = jnp.where(highest > _MASKED, 1 / jnp.sum(weights, 3), 0.0)
     out = jnp.einsum(
-        "bkds,bksg->bkdg", values, weights.astype(values.dtype), preferred_element_type=jnp.float32
+        "bkds,bkgs->bkdg", values, weights.astype(values.dtype), preferred_element_type=jnp.float32
     )
-    out = jnp.swapaxes(out / total[:, :, None, :], 2, 3).reshape(batch, heads, dim)
+    out = jnp.swapaxes(out * share[:, :, None, :], 2, 3).reshape(batch, heads, dim)
     received = None
     if column_sums:
-        received = jnp.where(seen, jnp.sum(weights / total[:, :, None, :], -1), 0.0)
+        # As a product: XLA on CPU would compute the weights anew inside a sum.
+        received = jnp.einsum("bkgs,bkg->bks", weights, share, precision="highest")
     return out.astype(queries.dtype), received
 
 

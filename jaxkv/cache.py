@@ -136,7 +136,9 @@ def free_next(layer: LayerCache, priority: Float[Array, "batch kv_heads slots"])
     usable = jnp.arange(layer.slots) <= layer.budget[..., None]
     worth = jnp.where(layer.positions < 0, -jnp.inf, priority)
     worth = jnp.where(usable, worth, jnp.inf)
-    lowest = worth == jnp.min(worth, -1, keepdims=True)
+    # Barriers keep XLA on CPU from computing all this anew inside each of the reductions.
+    worth = jax.lax.optimization_barrier(worth)
+    lowest = worth == jax.lax.optimization_barrier(jnp.min(worth, -1, keepdims=True))
     free = jnp.argmax(jnp.where(lowest & usable, layer.positions, -2), -1).astype(jnp.int32)
     ranks = layer.ranks
     chosen = jnp.arange(layer.slots) == free[..., None]
