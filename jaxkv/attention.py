@@ -14,10 +14,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 _MASKED = -1e30
-#: Rows of queries handled at once; no more than this many rows of attention ever exist.
-_BLOCK_ROWS = 512
+#: Rows of queries handled at once: few enough that their attention stays in the processor's cache.
+_BLOCK_ROWS = 128
 #: And no more than this many elements of attention per block, all sequences and heads together.
-_BLOCK_ELEMENTS = 2**25
+_BLOCK_ELEMENTS = 2**24
 #: A long causal block is cut into this many parts, each of which reads only the keys up to its end.
 _CAUSAL_PARTS = 4
 
@@ -96,33 +96,45 @@ def attend_block(
         # Later keys of the block cannot be seen from this part: do not even read them.
         near = slice(None, before + end)
 
-        def attend(received, xs, near=near):
-            q, positions = xs
-            mask = visible(positions[:, None], key_positions[..., near], window)
+        blocks = queries[:, :, :, start:end].reshape(batch, kv_heads, group, -1, rows, dim)
+        blocks = jnp.moveaxis(blocks, 3, 0)
+        block_positions = query_positions[:, start:end].reshape(batch, -1, rows)
+
+        def attend(i, carry, near=near, block_positions=block_positions):
+            received, blocks = carry
+            q, positions = blocks[i], block_positions[:, i]
+            seen = visible(positions[:, None], key_positions[..., near], window)
+            bias = jnp.where(seen, 0.0, _MASKED)[:, :, None]
             logits = jnp.einsum(
                 "bkgtd,bksd->bkgts", q, keys[:, :, near], preferred_element_type=jnp.float32
             )
-            logits = jnp.where(mask[:, :, None], logits * dim**-0.5, _MASKED)
-            weights = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
-            weights = weights / jnp.sum(weights, -1, keepdims=True)
-            if received is not None:
-                real = (positions >= 0).astype(jnp.float32)
-                sums = jnp.einsum("bkgts,bt->bks", weights, real)
-                received = received.at[..., near].add(sums)
+            # Barriers: one pass writes the logits, one each reads them. Fused into each other,
+            # XLA on CPU would compute exponentials several times.
+            logits = lax.optimization_barrier(logits * dim**-0.5 + bias)
+            highest = lax.optimization_barrier(jnp.max(logits, -1, keepdims=True))
+            weights = lax.optimization_barrier(jnp.exp(logits - highest))
+            share = 1 / jnp.sum(weights, -1)
             out = jnp.einsum(
                 "bkgts,bkds->bkgtd",
                 weights.astype(values.dtype),
                 values[..., near],
                 preferred_element_type=jnp.float32,
             )
-            return received, out.astype(q.dtype)
+            if received is not None:
+                real = jnp.where(positions[:, None, None] >= 0, share, 0.0)
+                sums = jnp.einsum(
+                    "bkr,bkrs->bks",
+                    real.reshape(batch, kv_heads, group * rows),
+                    weights.reshape(batch, kv_heads, group * rows, -1),
+                    precision="highest",
+                )
+                received = received.at[..., near].add(sums)
+            # Outputs take the place of their queries: a loop that collected them would start
+            # from zeros, which XLA on CPU allocates for all layers before the first one runs.
+            return received, blocks.at[i].set((out * share[..., None]).astype(q.dtype))
 
-        q = queries[:, :, :, start:end].reshape(batch, kv_heads, group, -1, rows, dim)
-        positions = query_positions[:, start:end].reshape(batch, -1, rows)
-        received, out = lax.scan(
-            attend, received, (jnp.moveaxis(q, 3, 0), jnp.moveaxis(positions, 1, 0))
-        )
-        outs.append(jnp.moveaxis(out, 0, 3).reshape(batch, kv_heads, group, -1, dim))
+        received, blocks = lax.fori_loop(0, blocks.shape[0], attend, (received, blocks))
+        outs.append(jnp.moveaxis(blocks, 0, 3).reshape(batch, kv_heads, group, -1, dim))
     return jnp.concatenate(outs, 3), received
 
 

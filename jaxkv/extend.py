@@ -151,7 +151,9 @@ def _extend_by_block(queries, keys, values, layer, new, policy, index, rotary, w
         keep = slots.keep_best(priority, all_positions, layer.budget)
     keep_old = keep[..., :before] if before else jnp.zeros_like(layer.positions, bool)
     layer = dataclasses.replace(layer, scores=old_scores)
-    return out, slots.merge(layer, k, v, positions, new_scores, keep_old, keep[..., before:])
+    layer = slots.merge(layer, k, v, positions, new_scores, keep_old, keep[..., before:])
+    # Compress before the next layer starts, else every layer's whole block stays in memory.
+    return jax.lax.optimization_barrier((out, layer))
 
 
 def _priority(policy, layer, new, index, positions, scores, keys, values):

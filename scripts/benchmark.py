@@ -192,13 +192,13 @@ def cold_start(model: str, warm: bool) -> float:
     return time.perf_counter() - start
 
 
-def prompt_memory(model: str, length: int) -> float:
+def prompt_memory(model: str, length: int, policy: str) -> float:
     """Peak bytes of a process beyond the weights, during a prompt of `length` tokens."""
     code = (
         "import jaxkv, resource; p = jaxkv.load({!r}); "
-        "jaxkv.generate(p, list(range(100, 100 + {})), policy='h2o', max_new_tokens=2); "
+        "jaxkv.generate(p, list(range(100, 100 + {})), policy={!r}, max_new_tokens=2); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - p.nbytes)"
-    ).format(model, length)
+    ).format(model, length, policy)
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
@@ -241,7 +241,9 @@ def main() -> None:
         cold_start(args.model, warm=True)  # fills the compilation cache
         summary["warm_start_s"] = round(cold_start(args.model, warm=True), 1)
         summary["cold_start_s"] = round(cold_start(args.model, warm=False), 1)
-        summary["prompt_8192_extra_mb"] = round(prompt_memory(args.model, 8191) / 1e6)
+        for policy in ("full", "h2o"):
+            extra = prompt_memory(args.model, 8191, policy) / 1e6
+            summary[f"prompt_8191_{policy}_peak_beyond_weights_mb"] = round(extra)
     print(json.dumps(summary))
     if args.json:
         args.json.write_text(json.dumps({"summary": summary, "cells": records}, indent=1) + "\n")

@@ -20,6 +20,8 @@ from jaxkv.models.registry import ARCHITECTURES
 from jaxkv.progress import spinner
 from jaxkv.tokenizer import Tokenizer
 
+#: Tensors read at once: more would hold more of them in memory and gain nothing.
+_READERS = 2
 #: Tensors that old checkpoints carry and that are computed instead.
 _COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "rope_freqs.weight")
 
@@ -144,7 +146,7 @@ def _read_state(
             )
         return jnp.asarray(array, dtype)
 
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         futures = map_with_path(lambda path, shape: pool.submit(read, path, shape), shapes)
         try:
             return jax.tree.map(lambda future: future.result(), futures)
