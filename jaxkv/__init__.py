@@ -1,9 +1,9 @@
 """Language models with a compressed key-value cache, in JAX and Flax.
 
-    params = jaxkv.load("smollm2-135m")
-    out = jaxkv.generate(params, text, policy="h2o", budget=0.2)
-    print(out.text)
-    print(out.report)
+params = jaxkv.load("smollm2-135m")
+out = jaxkv.generate(params, text, policy="h2o", budget=0.2)
+print(out.text)
+print(out.report)
 """
 
 from importlib.metadata import version

@@ -8,7 +8,6 @@ Einsum letters, here and everywhere: b batch, t new tokens, s slots (or all keys
 k KV heads, g query heads per KV head, d head dim. Query head h reads KV head h // g.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -76,9 +75,7 @@ def attend_block(
     *,
     window: int | None,
     column_sums: bool,
-) -> tuple[
-    Float[Array, "batch kv_heads group t dim"], Float[Array, "batch kv_heads keys"] | None
-]:
+) -> tuple[Float[Array, "batch kv_heads group t dim"], Float[Array, "batch kv_heads keys"] | None]:
     """A block of queries over stored keys followed by the block's own keys.
 
     `keys` ends with the keys of the block itself, in the order of the queries; what stands before

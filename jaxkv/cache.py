@@ -11,6 +11,7 @@ cache as the left operand. Nothing outside this file and `attention.py` depends 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,7 +56,8 @@ class LayerCache:
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """The state of generation between two calls: one `LayerCache` per layer, and how many tokens
-    each sequence has seen (not how many it kept)."""
+    each sequence has seen (not how many it kept).
+    """
 
     layers: tuple[LayerCache, ...]
     length: Int[Array, " batch"]
@@ -131,7 +133,8 @@ def write(
 
 def free_next(layer: LayerCache, priority: Float[Array, "batch kv_heads slots"]) -> LayerCache:
     """Frees the slot for the next token: an empty one while the budget lasts, else that of the
-    token with the lowest priority (of equals, the youngest)."""
+    token with the lowest priority (of equals, the youngest).
+    """
     # Slots beyond a sequence's own budget must stay empty: they are padding.
     usable = jnp.arange(layer.slots) <= layer.budget[..., None]
     worth = jnp.where(layer.positions < 0, -jnp.inf, priority)
@@ -163,9 +166,7 @@ def keep_best(
     empty = positions < 0
     worst_first = jnp.where(empty, jnp.inf, -priority)
     index = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 1)
-    _, _, order = jax.lax.sort(
-        (worst_first, jnp.where(empty, _BIG, positions), index), num_keys=2
-    )
+    _, _, order = jax.lax.sort((worst_first, jnp.where(empty, _BIG, positions), index), num_keys=2)
     _, place = jax.lax.sort((order, index), num_keys=1)
     return (place < budget[..., None]) & ~empty
 
@@ -194,7 +195,7 @@ def merge(
 
     taken = jnp.take_along_axis(positions, source, -1)
     positions = jnp.where(fill, taken, jnp.where(keep_old, layer.positions, -1))
-    if layer.scores is not None:
+    if layer.scores is not None and scores is not None:
         scores = jnp.where(fill, jnp.take_along_axis(scores, source, -1), layer.scores)
     taken_keys = jnp.take_along_axis(keys, source[..., None], 2)
     taken_values = jnp.take_along_axis(values, source[..., None, :], 3)
@@ -209,7 +210,7 @@ def merge(
     )
 
 
-def resize(cache: Cache, slots: list[int]) -> Cache:
+def resize(cache: Cache, slots: Sequence[int]) -> Cache:
     """The same cache with at least `slots[i]` slots in layer i. It never shrinks."""
 
     def grow(layer: LayerCache, wanted: int) -> LayerCache:

@@ -1,5 +1,6 @@
 """Errors that mean "the input cannot be used", told in one line: the value, what was expected, what
-to do. The command line prints their message and exits with 2."""
+to do. The command line prints their message and exits with 2.
+"""
 
 
 class CheckpointError(ValueError):

@@ -67,6 +67,7 @@ def extend(
 
     Returns:
       The attention output, and the layer with at most `layer.budget` tokens per KV head stored.
+
     """
     one = queries.shape[1] == 1 and not new.fresh
     return (_extend_by_one if one else _extend_by_block)(

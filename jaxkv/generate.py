@@ -5,7 +5,7 @@ Both run the same compiled loop some tokens at a time and differ only in what th
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import loops
+from jaxkv.buckets import pad_rows, prompt_bucket, slot_bucket
 from jaxkv.cache import UNBOUNDED, resize
+from jaxkv.compilation import CompileClock
 from jaxkv.loops import CHUNK, Loop
 from jaxkv.models.params import Params
 from jaxkv.policies.base import Policy, get, registered
 from jaxkv.progress import spinner
 from jaxkv.prompts import to_rows
-from jaxkv.report import CompileClock, Report, make_report
+from jaxkv.report import Report, make_report
 from jaxkv.sampling import row_keys, sampling
-from jaxkv.tokenizer import Tokenizer
+from jaxkv.text import GrowingText
 
 #: `stream` hears from the compiled loop about this often, in seconds.
 _STREAM_SECONDS = 0.1
@@ -32,7 +34,8 @@ _LONG_PROMPT_BLOCK = 512
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """What `generate` returns. For one prompt `text` is a string and `tokens` a list of ids; for a
-    batch both are lists of these, in the order of the prompts."""
+    batch both are lists of these, in the order of the prompts.
+    """
 
     #: None for models without a tokenizer.
     text: Any
@@ -89,6 +92,7 @@ def generate(
 
     Raises:
       ValueError: an argument is out of range, or the prompt does not fit the model.
+
     """
     options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
     run = _Run(params, prompt, _Options(**options))
@@ -100,7 +104,7 @@ def generate(
 _NOT_OPTIONS = ("params", "prompt", "logprobs")
 
 
-def stream(params: Params, prompt: Any, **options: Any) -> Iterator[str]:
+def stream(params: Params, prompt: Any, **options: Any) -> Generator[str, None, Generation]:
     """Generates text and yields it piece by piece, as soon as it is certain.
 
     Takes one prompt, and the arguments of `generate` except `logprobs`. The pieces together are
@@ -108,6 +112,7 @@ def stream(params: Params, prompt: Any, **options: Any) -> Iterator[str]:
 
     Raises:
       ValueError: as `generate`, at once; also for a batch of prompts.
+
     """
     run = _Run(params, prompt, _Options(**options))
     if not run.single:
@@ -117,7 +122,7 @@ def stream(params: Params, prompt: Any, **options: Any) -> Iterator[str]:
     return _pieces(run)
 
 
-def _pieces(run: "_Run") -> Iterator[str]:
+def _pieces(run: "_Run") -> Generator[str, None, Generation]:
     told = ""
     for _ in run.chunks(lambda seconds: max(1, round(_STREAM_SECONDS / seconds))):
         certain = run.texts[0].certain()
@@ -186,7 +191,7 @@ class _Run:
         self.keys = row_keys(options.seed, count)
         if options.stop and params.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none")
-        self.texts = [_Text(params.tokenizer, options.stop) for _ in self.rows]
+        self.texts = [GrowingText(params.tokenizer, options.stop) for _ in self.rows]
         self.tokens: list[list[int]] = [[] for _ in self.rows]
         self.logprobs: list[list[float]] = [[] for _ in self.rows]
         self.seen = [0] * count
@@ -254,11 +259,12 @@ class _Run:
 
     def chunks(self, chunk_size: Callable[[float], int]) -> Iterator[None]:
         """Runs; yields whenever there are new tokens. `chunk_size` is told the seconds that a
-        token takes and says how many tokens to decode before the next yield."""
+        token takes and says how many tokens to decode before the next yield.
+        """
         with spinner("compiling and reading the prompt"), self._timed("prefill"):
             loop, first = self._read_prompt()
-            token, first = np.asarray(loop.token)[:, None], np.asarray(first)[:, None]
-        self.loop = self._take(loop, token, first)
+            token, logprob = np.asarray(loop.token)[:, None], np.asarray(first)[:, None]
+        self.loop = self._take(loop, token, logprob)
         yield
         left = self.options.max_new_tokens - 1
         per_token = _STREAM_SECONDS
@@ -267,10 +273,10 @@ class _Run:
             steps = 1 if self.options.stop else min(left, CHUNK, chunk_size(per_token))
             with self._timed("decode"):
                 start, clock = time.perf_counter(), CompileClock()
-                loop, tokens, logprobs = loops.decode(
+                loop, chosen, logprobs = loops.decode(
                     self.params, self.loop, self.sampling, self.eos, jnp.int32(steps), self.policy
                 )
-                tokens = np.asarray(tokens)
+                tokens = np.asarray(chosen)
                 per_token = (time.perf_counter() - start - clock.seconds) / steps
                 per_token = max(per_token, 1e-6)
             self.loop = self._take(loop, tokens[:, :steps], np.asarray(logprobs))
@@ -295,9 +301,7 @@ class _Run:
                 )
             else:
                 logits, cache = loops.read_more(params, logits, cache, tokens, added, policy)
-        return loops.first_token(
-            logits, cache, self.keys, self._used(), self.sampling, self.eos
-        )
+        return loops.first_token(logits, cache, self.keys, self._used(), self.sampling, self.eos)
 
     def _used(self) -> jax.Array | None:
         if self.sampling.repetition_penalty is None:
@@ -362,67 +366,3 @@ class _Timer:
         compiling = self.clock.seconds
         self.seconds["compile"] += compiling
         self.seconds[self.name] += max(0.0, time.perf_counter() - self.start - compiling)
-
-
-class _Text:
-    """The text of one row as it grows, and whether a stop string has ended it."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]):
-        self.tokenizer, self.stops = tokenizer, stops
-        self.decode = tokenizer.decoder() if tokenizer else None
-        self.tokens: list[int] = []
-        self.text = ""
-        self.end: int | None = None
-
-    def add(self, token: int) -> bool:
-        """Takes the next token; True when a stop string is complete."""
-        self.tokens.append(token)
-        if self.decode is None:
-            return False
-        self.text += self.decode(token)
-        found = [at for at in (self.text.find(stop) for stop in self.stops) if at >= 0]
-        self.end = min(found, default=None)
-        return self.end is not None
-
-    def certain(self) -> str:
-        """The text so far, less an end that may become a stop string."""
-        if self.end is not None:
-            return self.text[: self.end]
-        for size in range(max(map(len, self.stops), default=0), 0, -1):
-            if any(self.text.endswith(stop[:size]) for stop in self.stops if size <= len(stop)):
-                return self.text[:-size]
-        return self.text
-
-    def final(self) -> str | None:
-        """The whole text, cut before the stop string."""
-        if self.tokenizer is None:
-            return None
-        if self.end is not None:
-            return self.text[: self.end]
-        return self.tokenizer.decode(self.tokens)
-
-
-def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[jax.Array, jax.Array]:
-    """Rows of token ids as one array, padded at the end, and their lengths."""
-    tokens = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return jnp.asarray(tokens), jnp.array([len(row) for row in rows], jnp.int32)
-
-
-def prompt_bucket(length: int) -> int:
-    """Prompts are padded to few sizes, so that new lengths rarely compile anew: powers of two and
-    the sizes halfway between, from 16."""
-    size = 16
-    while size < length:
-        if size * 3 // 2 >= length:
-            return size * 3 // 2
-        size *= 2
-    return size
-
-
-def slot_bucket(slots: int) -> int:
-    """Slots are padded for the same reason, but by at most a sixteenth, since they are read at
-    every step; multiples of 16 keep rows aligned."""
-    step = max(16, 2 ** max(0, slots.bit_length() - 5))
-    return -(-slots // step) * step

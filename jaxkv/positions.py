@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -41,7 +40,8 @@ class Rotary:
         self, x: Float[Array, "*shape dim"], ranks: Int[Array, "*#shape"], limit: int
     ) -> Float[Array, "*shape dim"]:
         """As calling, for ranks below the static `limit`: cosines are looked up in a table, since
-        a decode step with rolling positions rotates every slot."""
+        a decode step with rolling positions rotates every slot.
+        """
         angles = jnp.arange(limit, dtype=jnp.float32)[:, None] * self._frequencies()
         ranks = jnp.clip(ranks, 0, limit - 1)
         return _turn(x, jnp.cos(angles)[ranks], jnp.sin(angles)[ranks])
@@ -66,6 +66,7 @@ def rotary_frequencies(dim: int, theta: float, scaling: Mapping[str, Any] | None
 
     Raises:
       ValueError: another scaling type, or one with missing fields.
+
     """
     base = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     scaling = dict(scaling or {})

@@ -23,6 +23,7 @@ def to_rows(params: Params, prompt: Any) -> tuple[list[list[int]], bool]:
     Raises:
       ValueError: a prompt is empty or of no known kind, ids lie outside the vocabulary, or text
         is given to a model without a tokenizer.
+
     """
     single = isinstance(prompt, str | Mapping) or _is_ids(prompt) or _is_chat(prompt)
     prompts = [prompt] if single else list(prompt) if _is_list(prompt) else None

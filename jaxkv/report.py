@@ -1,4 +1,4 @@
-"""What generation cost and kept: `Report`, and the clock that tells compiling from running."""
+"""What generation kept and what it cost."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -51,7 +51,8 @@ class Report:
     @property
     def tokens_per_second(self) -> float:
         """New tokens per second of prompt and decoding together, compiling left out (as in the
-        H2O paper)."""
+        H2O paper).
+        """
         return sum(self.new_tokens) / max(self.prefill_seconds + self.decode_seconds, 1e-9)
 
     @property
@@ -60,15 +61,16 @@ class Report:
         return sum(n - 1 for n in self.new_tokens) / max(self.decode_seconds, 1e-9)
 
     def __str__(self) -> str:
-        seen = [p + n for p, n in zip(self.prompt_tokens, self.new_tokens, strict=True)]
+        kept, evicted = ([row[0] for row in rows] for rows in (self.kept, self.evicted))
+        seen = [k + e for k, e in zip(kept, evicted, strict=True)]
         parts = ", ".join(f"{name} {_few(values)}" for name, values in self.split.items())
         budget = "none" if self.budget[0] is None else f"{_few(self.budget)} tokens ({parts})"
         lines = [
             f"policy    {self.policy}",
             f"budget    {budget}",
             f"tokens    {_few(self.prompt_tokens)} prompt + {_few(self.new_tokens)} new",
-            f"kept      {_few([row[0] for row in self.kept])} of {_few(seen)} per KV head "
-            f"(first layer), {self.evictions} evictions in all layers",
+            f"kept      {_few(kept)} of the {_few(seen)} tokens seen, per KV head"
+            + ("" if len({tuple(row) for row in self.kept}) == 1 else " of the first layer"),
             f"cache     {self.cache_bytes / 1e6:.2f} MB in {_few(self.slots)} slots; "
             f"all keys and values: {self.full_bytes / 1e6:.2f} MB",
             f"seconds   compile {self.compile_seconds:.2f}, prompt {self.prefill_seconds:.2f}, "
@@ -142,25 +144,3 @@ def _notes(
             "tokens: a fraction of a short prompt leaves little; give a number of tokens instead"
         )
     return notes
-
-
-class CompileClock:
-    """Seconds spent tracing and compiling since it was made, told by JAX itself."""
-
-    _seconds = 0.0
-    _listening = False
-
-    def __init__(self) -> None:
-        if not CompileClock._listening:
-            CompileClock._listening = True
-            jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
-        self._start = CompileClock._seconds
-
-    @property
-    def seconds(self) -> float:
-        return CompileClock._seconds - self._start
-
-    @staticmethod
-    def _listen(event: str, duration: float, **_: object) -> None:
-        if event.startswith("/jax/core/compile/"):
-            CompileClock._seconds += duration

@@ -1,5 +1,6 @@
 """Logits -> the next token: greedy, or drawn after temperature, top-k, top-p, min-p and
-repetition penalty."""
+repetition penalty.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. Options that are None cost nothing; the values of the others are
-    traced, so that changing them does not recompile."""
+    traced, so that changing them does not recompile.
+    """
 
     #: None is greedy.
     temperature: Float[Array, ""] | None = None
@@ -43,6 +45,7 @@ def sampling(
 
     Raises:
       ValueError: a value is out of range.
+
     """
     if not temperature >= 0:
         raise ValueError(f"temperature must be >= 0 (0 is greedy), got {temperature}")
@@ -74,6 +77,7 @@ def row_keys(seed: int | Sequence[int], rows: int) -> Array:
 
     Raises:
       ValueError: a list of another length.
+
     """
     seeds = [seed] * rows if isinstance(seed, int) else list(seed)
     if len(seeds) != rows:
@@ -94,9 +98,10 @@ def next_token(
       options: how to draw.
       keys: one random key per row for this step.
       used: tokens that occurred before; needed for the repetition penalty only.
+
     """
     scores = logits
-    if options.repetition_penalty is not None:
+    if options.repetition_penalty is not None and used is not None:
         penalty = options.repetition_penalty
         scores = jnp.where(used, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
     if options.temperature is None:

@@ -1,7 +1,8 @@
 """Text to token ids and back, for Hugging Face folders and GGUF files alike."""
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ class Tokenizer:
 
     def decoder(self) -> Callable[[int], str]:
         """A function that takes one token id after the other and gives the text that has become
-        certain: a letter spread over several tokens comes out whole."""
+        certain: a letter spread over several tokens comes out whole.
+        """
         stream = decoders.DecodeStream(skip_special_tokens=True)
         return lambda token: stream.step(self.backend, token) or ""
 
@@ -61,11 +63,13 @@ class Tokenizer:
 
         Raises:
           ValueError: the model has no chat template.
+
         """
         if not self.chat_template:
             raise ValueError("this model has no chat template: give the prompt as a string")
         # A second to import, and only chats need it.
-        from transformers.utils.chat_template_utils import render_jinja_template
+        with _quiet_import():
+            from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
             conversations=[[dict(message) for message in messages]],
@@ -86,8 +90,8 @@ def from_folder(folder: Path) -> Tokenizer | None:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((folder / name).exists() for name in names):
         return None
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
+    with _quiet_import():
+        from transformers import AutoTokenizer
 
     try:
         auto = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -105,6 +109,7 @@ def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     Raises:
       CheckpointError: it is of a kind that cannot be rebuilt; a `tokenizer.json` beside the file
         is used then.
+
     """
     kind, cut = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     template = metadata.get("tokenizer.chat_template")
@@ -140,9 +145,24 @@ def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
             if kind in _SPECIAL_TYPES
         ]
     )
-    if metadata.get("tokenizer.ggml.add_bos_token", cut == "llama-bpe") and special.get("bos_token"):
+    if metadata.get("tokenizer.ggml.add_bos_token", cut == "llama-bpe") and special.get(
+        "bos_token"
+    ):
         _prepend(backend, special["bos_token"], vocab[special["bos_token"]])
     return Tokenizer(backend, template, special)
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Keeps transformers from advising to install PyTorch, which its tokenizers do not need."""
+    name = "TRANSFORMERS_VERBOSITY"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "error")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 def _prepend(backend: Backend, token: str, token_id: int) -> None:

@@ -29,7 +29,8 @@ from rich.table import Table
 
 import jaxkv
 from jaxkv import loops
-from jaxkv.generate import pad_rows, slot_bucket
+from jaxkv.buckets import pad_rows, slot_bucket
+from jaxkv.compilation import CompileClock
 from jaxkv.policies import get
 from jaxkv.sampling import sampling
 
@@ -105,7 +106,7 @@ def decode_cell(params: jaxkv.Params, batch: int, slots: int, name: str) -> Call
 
         return seconds(run) / STEPS
 
-    clock = jaxkv.report.CompileClock()
+    clock = CompileClock()
     step()
     compile_seconds = clock.seconds
     return lambda: {
@@ -129,7 +130,7 @@ def prompt_cell(params: jaxkv.Params, length: int, name: str) -> Callable[[], di
     def run():
         return loops.read_first(params, tokens, added, budgets, policy, slots)
 
-    clock = jaxkv.report.CompileClock()
+    clock = CompileClock()
     jax.block_until_ready(run())
     compile_seconds = clock.seconds
     return lambda: {"ms": 1e3 * seconds(run), "compile_s": compile_seconds}
@@ -183,9 +184,9 @@ def measure(model: str, quick: bool, repeats: int) -> list[dict]:
 def cold_start(model: str, warm: bool) -> float:
     """Seconds from an empty process to the first token, with or without compiled programs."""
     code = (
-        "import jaxkv; p = jaxkv.load({!r}); "
+        f"import jaxkv; p = jaxkv.load({model!r}); "
         "next(iter(jaxkv.stream(p, 'Once upon a time', policy='h2o', budget=64)))"
-    ).format(model)
+    )
     start = time.perf_counter()
     flags = {} if warm else {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **flags})
@@ -195,13 +196,12 @@ def cold_start(model: str, warm: bool) -> float:
 def prompt_memory(model: str, length: int, policy: str) -> float:
     """Peak bytes of a process beyond the weights, during a prompt of `length` tokens."""
     code = (
-        "import jaxkv, resource; p = jaxkv.load({!r}); "
-        "jaxkv.generate(p, list(range(100, 100 + {})), policy={!r}, max_new_tokens=2); "
+        f"import jaxkv, resource; p = jaxkv.load({model!r}); "
+        f"ids = list(range(100, 100 + {length})); "
+        f"jaxkv.generate(p, ids, policy={policy!r}, max_new_tokens=2); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - p.nbytes)"
-    ).format(model, length, policy)
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return float(done.stdout.split()[-1])
 
 

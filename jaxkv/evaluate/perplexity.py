@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxkv import loops
+from jaxkv.buckets import pad_rows, slot_bucket
 from jaxkv.cache import UNBOUNDED
-from jaxkv.generate import pad_rows, slot_bucket
 from jaxkv.models.params import Params
 from jaxkv.policies.base import Policy, get
 from jaxkv.prompts import to_rows
@@ -39,6 +39,7 @@ def perplexity(
     Raises:
       ValueError: the text is shorter than two tokens, or longer than the model's positions under
         a policy that keeps original positions.
+
     """
     chosen = get(policy, budget)
     rows, single = to_rows(params, text)

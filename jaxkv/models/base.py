@@ -21,7 +21,7 @@ class CausalLM(nnx.Module):
     A family subclasses this, names its `config_class`, and gives `embed`, `unembed` and blocks in
     `self.layers`, each of which is called as `block(x, layer_cache, new, policy, index)` and
     returns the new hidden state and the new layer cache. Parameter paths are those of the
-    checkpoint without `prefix`.
+    checkpoint without its prefix. `model(config, rngs=None)` has shapes in place of arrays.
     """
 
     config_class: ClassVar[type[Config]]
@@ -63,6 +63,7 @@ class CausalLM(nnx.Module):
 
         Returns:
           Float32 logits, and the cache after the policy has chosen.
+
         """
         batch, t = tokens.shape
         if added is None:
@@ -94,16 +95,20 @@ def _traced_once(
     policy: Policy,
     index: Array,
 ) -> tuple[Array, LayerCache]:
-    return nnx.merge(graphdef, state)(x, layer, new, policy, index)  # type: ignore[operator]
+    return nnx.merge(graphdef, state)(x, layer, new, policy, index)
 
 
-@functools.cache
 def structure(
     model: type[CausalLM], config: Config
 ) -> tuple[nnx.GraphDef, Mapping[str, Any], Mapping[str, Any]]:
     """A model without its arrays: the graph, and by path the shapes and the logical axes."""
-    abstract = nnx.eval_shape(lambda: model(config, rngs=nnx.Rngs(0)))  # type: ignore[call-arg]
-    graphdef, state = nnx.split(abstract)
+    known: Any = model
+    return _structure(known, config)
+
+
+@functools.cache
+def _structure(model: Any, config: Config) -> Any:
+    graphdef, state = nnx.split(model(config, rngs=None))
     shapes = nnx.to_pure_dict(state)
     axes = nnx.to_pure_dict(
         jax.tree.map(

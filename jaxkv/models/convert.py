@@ -38,6 +38,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
       CheckpointError: files are missing or damaged.
+
     """
     if path.is_dir():
         return _open_folder(path)
@@ -152,7 +153,9 @@ def _open_gguf(path: Path) -> Checkpoint:
         array = gguf.dequantize(tensor.data, tensor.tensor_type)
         part = name.split(".")[-2]
         # Only the llama architecture is stored with rotary pairs side by side.
-        return _unpermute(array, heads[part]) if architecture == "llama" and part in heads else array
+        return (
+            _unpermute(array, heads[part]) if architecture == "llama" and part in heads else array
+        )
 
     name_map = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
@@ -179,13 +182,14 @@ def _read_gguf(path: Path) -> Any:
 
     class Reader(gguf.GGUFReader):
         """Names the tensor that is cut off, and reads its header from a plain array: slices of a
-        memory map, of which a vocabulary takes a million, cost three times as much."""
+        memory map, of which a vocabulary takes a million, cost three times as much.
+        """
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-            tensors = []
+            whole: list[Any] = []
             for field in fields:
                 try:
                     super()._build_tensors(start_offs, [field])
@@ -193,8 +197,8 @@ def _read_gguf(path: Path) -> Any:
                     raise CheckpointError(
                         f"{path} is damaged or cut off: tensor {field.name}: {error}"
                     ) from None
-                tensors += self.tensors
-            self.tensors = tensors
+                whole += self.tensors
+            self.tensors = whole
 
     try:
         return Reader(path)

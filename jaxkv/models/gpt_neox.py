@@ -55,7 +55,7 @@ class GPTNeoXConfig(Config):
 class Attention(nnx.Module):
     """Multi-head attention over the cache; one projection gives q, k and v of each head."""
 
-    def __init__(self, config: GPTNeoXConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTNeoXConfig, *, rngs: nnx.Rngs | None):
         size, bias = config.hidden_size, config.attention_bias
         self.query_key_value = Linear(size, 3 * size, ("heads", "embed"), bias, rngs=rngs)
         self.dense = Linear(size, size, ("embed", "heads"), bias, rngs=rngs)
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Feed-forward with biases."""
 
-    def __init__(self, config: GPTNeoXConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTNeoXConfig, *, rngs: nnx.Rngs | None):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.dense_h_to_4h = Linear(hidden, inner, ("mlp", "embed"), True, rngs=rngs)
         self.dense_4h_to_h = Linear(inner, hidden, ("embed", "mlp"), True, rngs=rngs)
@@ -89,7 +89,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Attention and feed-forward, both from the same input or one after the other."""
 
-    def __init__(self, config: GPTNeoXConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTNeoXConfig, *, rngs: nnx.Rngs | None):
         hidden = config.hidden_size
         self.input_layernorm = LayerNorm(hidden, config.norm_eps, rngs=rngs)
         self.post_attention_layernorm = LayerNorm(hidden, config.norm_eps, rngs=rngs)
@@ -113,7 +113,7 @@ class GPTNeoX(CausalLM):
     config_class = GPTNeoXConfig
     prefixes = ("gpt_neox.", "")
 
-    def __init__(self, config: GPTNeoXConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTNeoXConfig, *, rngs: nnx.Rngs | None):
         vocab = (config.vocab_size, config.hidden_size, ("vocab", "embed"))
         self.embed_in = Embedding(*vocab, rngs=rngs)
         self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])

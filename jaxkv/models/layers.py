@@ -21,21 +21,25 @@ _normal = jax.nn.initializers.normal(0.02)
 
 
 def _param(
-    rngs: nnx.Rngs, init: Callable[..., Array], shape: tuple[int, ...], axes: tuple[str, ...]
+    rngs: nnx.Rngs | None,
+    init: Callable[..., Array],
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
 ) -> nnx.Param:
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), logical_axes=axes)
+    """A parameter; without `rngs` only its shape, which is much faster than `nnx.eval_shape`."""
+    abstract = jax.ShapeDtypeStruct(shape, jnp.float32)
+    value = abstract if rngs is None else init(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, logical_axes=axes)
 
 
 class Linear(nnx.Module):
     """`y = W x + b` with W of shape (out, in)."""
 
     def __init__(
-        self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool, *, rngs: nnx.Rngs
+        self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool, *, rngs: nnx.Rngs | None
     ):
         self.weight = _param(rngs, _normal, (outputs, inputs), axes)
-        self.bias = (
-            _param(rngs, jax.nn.initializers.zeros, (outputs,), axes[:1]) if bias else None
-        )
+        self.bias = _param(rngs, jax.nn.initializers.zeros, (outputs,), axes[:1]) if bias else None
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         y = matmul(x, self.weight[...])
@@ -55,7 +59,9 @@ def matmul(x: Float[Array, "*rows in"], weight: Float[Array, "out in"]) -> Array
 class Embedding(nnx.Module):
     """A table of shape (entries, features)."""
 
-    def __init__(self, entries: int, features: int, axes: tuple[str, str], *, rngs: nnx.Rngs):
+    def __init__(
+        self, entries: int, features: int, axes: tuple[str, str], *, rngs: nnx.Rngs | None
+    ):
         self.weight = _param(rngs, _normal, (entries, features), axes)
 
     def __call__(self, ids: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
@@ -65,7 +71,7 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, in float32."""
 
-    def __init__(self, features: int, eps: float, axis: str = "embed", *, rngs: nnx.Rngs):
+    def __init__(self, features: int, eps: float, axis: str = "embed", *, rngs: nnx.Rngs | None):
         self.weight = _param(rngs, jax.nn.initializers.ones, (features,), (axis,))
         self.eps = eps
 
@@ -78,7 +84,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer norm with bias over the last axis, in float32."""
 
-    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs):
+    def __init__(self, features: int, eps: float, *, rngs: nnx.Rngs | None):
         self.weight = _param(rngs, jax.nn.initializers.ones, (features,), ("embed",))
         self.bias = _param(rngs, jax.nn.initializers.zeros, (features,), ("embed",))
         self.eps = eps

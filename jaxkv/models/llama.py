@@ -82,7 +82,7 @@ def _windows(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
 class Attention(nnx.Module):
     """Grouped-query attention over the cache."""
 
-    def __init__(self, config: LlamaConfig, window: int | None, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, window: int | None, *, rngs: nnx.Rngs | None):
         hidden, dim = config.hidden_size, config.head_dim
         queries, keys = config.num_heads * dim, config.num_kv_heads * dim
         bias = config.qkv_bias
@@ -121,7 +121,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Gated feed-forward (SwiGLU)."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs | None):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, ("mlp", "embed"), bias, rngs=rngs)
         self.up_proj = Linear(hidden, inner, ("mlp", "embed"), bias, rngs=rngs)
@@ -134,7 +134,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Attention and feed-forward, each after a norm and added to the hidden state."""
 
-    def __init__(self, config: LlamaConfig, window: int | None, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, window: int | None, *, rngs: nnx.Rngs | None):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, rngs=rngs)
         self.self_attn = Attention(config, window, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, rngs=rngs)
@@ -154,7 +154,7 @@ class Llama(CausalLM):
     config_class = LlamaConfig
     prefixes = ("model.", "")
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs | None):
         vocab = (config.vocab_size, config.hidden_size, ("vocab", "embed"))
         self.embed_tokens = Embedding(*vocab, rngs=rngs)
         self.layers = nnx.List([Block(config, window, rngs=rngs) for window in config.windows])

@@ -57,7 +57,7 @@ class OPTConfig(Config):
 class Attention(nnx.Module):
     """Multi-head attention over the cache, with biases."""
 
-    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs | None):
         size, bias = config.hidden_size, config.bias
         self.q_proj = Linear(size, size, ("heads", "embed"), bias, rngs=rngs)
         self.k_proj = Linear(size, size, ("kv_heads", "embed"), bias, rngs=rngs)
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """Attention and feed-forward; the norm comes before each, or after (OPT-350M)."""
 
-    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs | None):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.bias
         self.self_attn = Attention(config, rngs=rngs)
         self.self_attn_layer_norm = LayerNorm(hidden, 1e-5, rngs=rngs)
@@ -107,7 +107,7 @@ class OPT(CausalLM):
     config_class = OPTConfig
     prefixes = ("model.decoder.", "decoder.", "")
 
-    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs | None):
         hidden, width = config.hidden_size, config.embedding_size
         vocab = (config.vocab_size, width, ("vocab", "embed"))
         self.embed_tokens = Embedding(*vocab, rngs=rngs)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv import hub
+from jaxkv.compilation import keep_compiled_programs
 from jaxkv.errors import CheckpointError
 from jaxkv.models.base import CausalLM, flatten, map_with_path, structure
 from jaxkv.models.config import Config
@@ -79,7 +80,9 @@ def load(name: str | os.PathLike[str], *, dtype: Any = None) -> Params:
       CheckpointError: there is no such model, its architecture is unknown, or its files are
         damaged, incomplete or hold a NaN.
       DownloadError: it could not be fetched.
+
     """
+    keep_compiled_programs()
     path = hub.resolve(name)
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -98,7 +101,7 @@ def random_params(
     model: type[CausalLM], config: Config, *, seed: int = 0, dtype: Any = jnp.float32
 ) -> Params:
     """Random weights for a config: for benchmarks and for training from nothing."""
-    module = model(config, rngs=nnx.Rngs(seed))  # type: ignore[call-arg]
+    module = model(config, rngs=nnx.Rngs(seed))
     state = nnx.to_pure_dict(nnx.state(module))
     return Params(jax.tree.map(lambda leaf: leaf.astype(dtype), state), model, config)
 
@@ -119,7 +122,9 @@ def _read_state(
     """Reads, checks and converts every tensor the model asks for, several at a time."""
     _, shapes, _ = structure(model, config)
     wanted = {path: _locate(checkpoint, model, path) for path in flatten(shapes)}
-    tied = {"lm_head.weight", "embed_out.weight", "output.weight"} if config.tie_embeddings else set()
+    tied = (
+        {"lm_head.weight", "embed_out.weight", "output.weight"} if config.tie_embeddings else set()
+    )
     unknown = [
         name
         for name in sorted(checkpoint.names - set(wanted.values()) - tied)

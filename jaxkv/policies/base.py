@@ -60,11 +60,14 @@ class Policy:
 
     Raises:
       ValueError: the budget is not an int >= 1 or a float in (0, 1].
+
     """
 
     budget: int | float = 0.2
 
+    #: What the policy is called by, what it keeps in a few words, and where the rule is from.
     name: ClassVar[str] = ""
+    keeps: ClassVar[str] = ""
     source: ClassVar[str] = ""
     needs_scores: ClassVar[bool] = False
     #: False for policies under which no token is ever dropped, so that slots grow with the text.
@@ -89,6 +92,7 @@ class Policy:
 
         Raises:
           ValueError: fewer than the rule can work with.
+
         """
         budget, told = self.budget, f"a budget of {self.budget}"
         if not isinstance(budget, int):
@@ -116,17 +120,14 @@ class Policy:
 
 def check_budget(budget: object) -> None:
     """Raises `ValueError` unless `budget` is an int >= 1 or a float in (0, 1]."""
-    whole = isinstance(budget, int) and not isinstance(budget, bool)
-    if whole and budget >= 1:
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1:
         return
-    if not whole and isinstance(budget, float) and 0 < budget <= 1:
+    if isinstance(budget, float) and 0 < budget <= 1:
         return
     raise ValueError(f"budget must be an int >= 1 or a float in (0, 1], got {budget!r}")
 
 
-def protect(
-    protected: Array, priority: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
+def protect(protected: Array, priority: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """`priority`, with the tokens marked `protected` above all others."""
     return jnp.where(protected, jnp.inf, priority)
 
@@ -152,14 +153,13 @@ def get(policy: "str | Policy", budget: int | float | None = None) -> Policy:
 
     Raises:
       ValueError: no policy has that name, or the budget does not suit it.
+
     """
     if isinstance(policy, str):
         if policy not in _REGISTRY:
             near = difflib.get_close_matches(policy, _REGISTRY, n=1, cutoff=0.5)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(
-                f"unknown policy {policy!r}{hint}; policies: {', '.join(_REGISTRY)}"
-            )
+            raise ValueError(f"unknown policy {policy!r}{hint}; policies: {', '.join(_REGISTRY)}")
         return _REGISTRY[policy]() if budget is None else _REGISTRY[policy](budget=budget)
     if not isinstance(policy, Policy):
         raise ValueError(f"policy must be a name or a jaxkv.Policy, got {policy!r}")

@@ -28,6 +28,7 @@ class H2O(Policy):
         follows), or one of them beside a budget. 0 is allowed for one of them; the newest token
         always stays.
       mode: "real_drop".
+
     """
 
     budget: int | float | None = None  # type: ignore[assignment]
@@ -36,6 +37,7 @@ class H2O(Policy):
     mode: str = "real_drop"
 
     name: ClassVar[str] = "h2o"
+    keeps: ClassVar[str] = "what attention came back to most, and the newest"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     needs_scores: ClassVar[bool] = True
 
@@ -67,7 +69,7 @@ class H2O(Policy):
     def resolve(self, length: int) -> int:
         if self.budget is not None:
             return super().resolve(length)
-        parts = (self.heavy, self.recent)
+        parts = (self.heavy or 0, self.recent or 0)
         return max(1, sum(p if isinstance(p, int) else round(p * length) for p in parts))
 
     def split(self, budget: int) -> dict[str, int]:
@@ -75,6 +77,7 @@ class H2O(Policy):
         return {"heavy": budget - recent, "recent": recent}
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
+        assert tokens.scores is not None
         return protect(tokens.age < self._recent(tokens.budget, jnp), tokens.scores)
 
     def _recent(self, budget: Any, xp: Any) -> Any:
@@ -86,22 +89,26 @@ class H2O(Policy):
         if self.recent is None and self.heavy is None:
             return budget - budget // 2
         # Fractions of the prompt; of a resolved budget they are a share.
-        whole = self.budget or self.heavy + self.recent
-        recent = whole - self.heavy if self.recent is None else self.recent
-        return xp.round(budget * np.float32(recent / whole)).astype(xp.int32)
+        heavy, recent = self.heavy or 0.0, self.recent or 0.0
+        whole = self.budget or heavy + recent
+        share = (whole - heavy if self.recent is None else recent) / whole
+        return xp.round(budget * np.float32(share)).astype(xp.int32)
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Heavy(Policy):
     """Heavy hitters alone: H2O without its recent part, the paper's ablation. Only the newest
-    token is protected."""
+    token is protected.
+    """
 
     name: ClassVar[str] = "heavy"
+    keeps: ClassVar[str] = "what attention came back to most"
     source: ClassVar[str] = "H2O, arXiv 2306.14048 (ablation)"
     needs_scores: ClassVar[bool] = True
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
+        assert tokens.scores is not None
         return tokens.scores
 
     def split(self, budget: int) -> dict[str, int]:

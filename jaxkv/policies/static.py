@@ -1,5 +1,6 @@
-"""Policies that look only at positions: everything, the latest tokens, the first and the latest,
-a random sample. They need no statistic of attention."""
+"""Policies that look only at positions: everything, the latest tokens, the first and the latest.
+They need no statistic of attention.
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -14,11 +15,13 @@ from jaxkv.policies.base import Policy, Tokens, protect, register
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
     """Keeps every token: plain attention. `budget` is accepted so that policies can be swapped,
-    and does nothing."""
+    and does nothing.
+    """
 
     budget: int | float = 1.0
 
     name: ClassVar[str] = "full"
+    keeps: ClassVar[str] = "every token"
     source: ClassVar[str] = "plain attention"
     evicts: ClassVar[bool] = False
 
@@ -30,11 +33,13 @@ class Full(Policy):
 @dataclasses.dataclass(frozen=True)
 class Window(Policy):
     """Keeps the newest tokens ("local" in the H2O paper). The naive form: older tokens are cut
-    from the cache, the context is not run again."""
+    from the cache, the context is not run again.
+    """
 
     budget: int | float = 1024
 
     name: ClassVar[str] = "window"
+    keeps: ClassVar[str] = "the newest tokens"
     source: ClassVar[str] = "Longformer, arXiv 2004.05150"
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
@@ -55,6 +60,7 @@ class Streaming(Policy):
       positions: "rolling" as in the paper (a token sits at its rank in the cache, and the text
         may be longer than anything the model was trained on), or "original" (what several other
         libraries call by this name).
+
     """
 
     budget: int | float = 1024
@@ -62,6 +68,7 @@ class Streaming(Policy):
     positions: str = "rolling"
 
     name: ClassVar[str] = "streaming"
+    keeps: ClassVar[str] = "the first tokens and the newest"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
 
     def __post_init__(self) -> None:
@@ -78,33 +85,3 @@ class Streaming(Policy):
 
     def split(self, budget: int) -> dict[str, int]:
         return {"sinks": self.sinks, "recent": budget - self.sinks}
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class Random(Policy):
-    """Keeps a uniform random sample of the tokens seen so far: the floor any method must beat.
-
-    Each token draws a number once, from its position, head, layer and `seed`, and the largest
-    stay. So the sample does not depend on how the text was cut into blocks or batches.
-    """
-
-    budget: int | float = 0.2
-    seed: int = 0
-
-    name: ClassVar[str] = "random"
-    source: ClassVar[str] = "baseline"
-
-    def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
-        heads = jnp.arange(tokens.positions.shape[1], dtype=jnp.uint32)[None, :, None]
-        bits = tokens.positions.astype(jnp.uint32)
-        for salt in (heads, tokens.layer.astype(jnp.uint32), jnp.uint32(self.seed % 2**32)):
-            bits = _mix(bits ^ (salt * jnp.uint32(0x9E3779B9)))
-        return (bits >> 8).astype(jnp.float32)
-
-
-def _mix(bits: Array) -> Array:
-    """The finalizer of MurmurHash3: every input bit changes every output bit."""
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)

@@ -1,0 +1,5 @@
+"""`python -m jaxkv`."""
+
+from jaxkv.cli import main
+
+main()

@@ -1,0 +1,200 @@
+"""`jaxkv ...`: generate, chat, perplexity, policies, models. Errors are one line, exit code 2."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Language models with a compressed key-value cache.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console(highlight=False)
+#: Wrong options and missing arguments. Typer may carry its own copy of click, where this lives.
+UsageError: Any = typer.BadParameter.__bases__[0]
+
+Model = Annotated[str, typer.Argument(help="a known name, a Hugging Face id, a folder or a .gguf")]
+PolicyName = Annotated[str, typer.Option(help="which tokens are kept; see `jaxkv policies`")]
+Budget = Annotated[
+    str | None,
+    typer.Option(help="tokens kept per KV head (204), or a fraction of the prompt (0.2)"),
+]
+MaxNew = Annotated[int, typer.Option(help="new tokens at most")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy")]
+Seed = Annotated[int, typer.Option(help="of the draws")]
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="text, or - for standard input")],
+    policy: PolicyName = "full",
+    budget: Budget = None,
+    max_new_tokens: MaxNew = 128,
+    temperature: Temperature = 0.0,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    seed: Seed = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="ends the text; may be repeated")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="use the model's chat template")] = False,
+    report: Annotated[bool, typer.Option(help="say what was kept and how fast")] = True,
+) -> None:
+    """Continue a text (or, with --chat, answer it)."""
+    import jaxkv
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    params = jaxkv.load(model)
+    pieces = jaxkv.stream(
+        params,
+        [{"role": "user", "content": text}] if chat else text,
+        policy=policy,
+        budget=_budget(budget),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    result = _print_pieces(pieces)
+    if report:
+        Console(stderr=True, highlight=False).print(f"\n{result.report}", style="dim")
+
+
+@app.command()
+def chat(
+    model: Model,
+    policy: PolicyName = "streaming",
+    budget: Budget = None,
+    max_new_tokens: MaxNew = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+) -> None:
+    """Talk with a model; all turns share one compressed cache. An empty line ends."""
+    import jaxkv
+
+    params = jaxkv.load(model)
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    first = {"policy": policy, "budget": _budget(budget)}
+    messages = [{"role": "system", "content": system}] if system else []
+    previous, read = None, []
+    while text := _ask():
+        messages.append({"role": "user", "content": text})
+        ids = params.tokenizer.chat(messages) if params.tokenizer else []
+        if previous is not None and ids[: len(read)] == read and len(ids) > len(read):
+            pieces = jaxkv.stream(params, ids[len(read) :], after=previous, **options)
+        else:
+            pieces = jaxkv.stream(params, messages, **first, **options)
+        previous = _print_pieces(pieces)
+        messages.append({"role": "assistant", "content": previous.text})
+        # What the cache has read, and the token that is still to be fed.
+        read = ids + previous.tokens
+        kept, evicted = previous.report.kept[0][0], previous.report.evicted[0][0]
+        out.print(f"[dim]{kept} of {kept + evicted} tokens kept[/dim]")
+
+
+@app.command()
+def perplexity(
+    model: Model,
+    file: Annotated[Path, typer.Argument(help="a text file")],
+    policy: PolicyName = "full",
+    budget: Budget = None,
+    max_tokens: Annotated[int, typer.Option(help="of the file, read from its start")] = 1024,
+) -> None:
+    """Perplexity of a text, read one token at a time with a compressed cache."""
+    import jaxkv
+
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    params = jaxkv.load(model)
+    text = file.read_text(encoding="utf-8")
+    if params.tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer")
+    ids = params.tokenizer.encode(text)[:max_tokens]
+    value = jaxkv.perplexity(params, ids, policy=policy, budget=_budget(budget), progress=True)
+    out.print(f"perplexity {value:.4f} over {len(ids)} tokens, policy {policy}")
+
+
+@app.command()
+def policies() -> None:
+    """List the policies."""
+    from jaxkv.policies import registered
+
+    table = Table("name", "keeps", "frees memory", "source", box=None)
+    for name, policy in registered().items():
+        table.add_row(name, policy.keeps, "yes" if policy.evicts else "no", policy.source)
+    out.print(table)
+
+
+@app.command()
+def models() -> None:
+    """List known models and the architectures that can be loaded."""
+    from jaxkv import hub
+    from jaxkv.models.registry import ARCHITECTURES
+
+    table = Table("name", "what", "on disk", box=None)
+    for name, model in hub.KNOWN.items():
+        table.add_row(name, model.about, "yes" if hub.packaged_path(name).exists() else "no")
+    out.print(table)
+    out.print(f"\nArchitectures: {', '.join(ARCHITECTURES)}")
+    out.print("from a Hugging Face id, a folder with safetensors, or a .gguf file (llama, qwen).")
+
+
+def _ask() -> str:
+    try:
+        return out.input("[bold]> [/bold]").strip()
+    except EOFError:
+        return ""
+
+
+def _budget(text: str | None) -> int | float | None:
+    if text is None:
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise ValueError(f"budget must be an int >= 1 or a float in (0, 1], got {text!r}")
+
+
+def _print_pieces(pieces: Any) -> Any:
+    """Prints pieces as they come and gives back what the iterator returns at its end."""
+    while True:
+        try:
+            print(next(pieces), end="", flush=True)
+        except StopIteration as end:
+            print()
+            return end.value
+
+
+def main() -> None:
+    """The command: errors that the user can mend become one line and exit code 2."""
+    try:
+        raise SystemExit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
+    except (ValueError, OSError, RuntimeError, UsageError) as error:
+        text = error.format_message() if isinstance(error, UsageError) else str(error)
+        line = " ".join(text.split()) or type(error).__name__
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"jaxkv: {line}", style="red", markup=False
+        )
+        raise SystemExit(2) from None
+    except (KeyboardInterrupt, typer.Abort):
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
