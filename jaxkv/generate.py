@@ -4,6 +4,7 @@ Both run the same compiled loop some tokens at a time and differ only in what th
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -96,8 +97,9 @@ def generate(
     """
     options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
     run = _Run(params, prompt, _Options(**options))
-    for _ in run.chunks(lambda _: CHUNK):
-        pass
+    with spinner("generating"):
+        for _ in run.chunks(lambda _: CHUNK):
+            pass
     return run.result(with_logprobs=logprobs)
 
 
@@ -124,7 +126,10 @@ def stream(params: Params, prompt: Any, **options: Any) -> Generator[str, None, 
 
 def _pieces(run: "_Run") -> Generator[str, None, Generation]:
     told = ""
-    for _ in run.chunks(lambda seconds: max(1, round(_STREAM_SECONDS / seconds))):
+    chunks = run.chunks(lambda seconds: max(1, round(_STREAM_SECONDS / seconds)))
+    with spinner("compiling and reading the prompt"):
+        next(chunks)
+    for _ in itertools.chain([None], chunks):
         certain = run.texts[0].certain()
         if len(certain) > len(told):
             yield certain[len(told) :]
@@ -261,7 +266,7 @@ class _Run:
         """Runs; yields whenever there are new tokens. `chunk_size` is told the seconds that a
         token takes and says how many tokens to decode before the next yield.
         """
-        with spinner("compiling and reading the prompt"), self._timed("prefill"):
+        with self._timed("prefill"):
             loop, first = self._read_prompt()
             token, logprob = np.asarray(loop.token)[:, None], np.asarray(first)[:, None]
         self.loop = self._take(loop, token, logprob)

@@ -198,7 +198,7 @@ def _read_gguf(path: Path) -> Any:
                         f"{path} is damaged or cut off: tensor {field.name}: {error}"
                     ) from None
                 whole += self.tensors
-            self.tensors = whole
+            self.tensors: list[Any] = whole
 
     try:
         return Reader(path)

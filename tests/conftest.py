@@ -1,0 +1,57 @@
+"""One real model for the whole suite, and strictness: every warning is an error, so that a donation
+that fails or a dtype that is truncated is one too."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import jaxkv
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def params() -> jaxkv.Params:
+    """SmolLM2-135M, trained weights: with random ones nothing would depend on the past."""
+    return jaxkv.load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def shallow(params) -> jaxkv.Params:
+    """Its first four layers: trained attention, and an eighth of the time to compile."""
+    layers = 4
+    state = {**params.state, "layers": {i: params.state["layers"][i] for i in range(layers)}}
+    config = dataclasses.replace(
+        params.config, num_layers=layers, windows=params.config.windows[:layers]
+    )
+    return dataclasses.replace(params, state=state, config=config)
+
+
+@pytest.fixture(scope="session")
+def small() -> jaxkv.Params:
+    """A random model of three layers, for what does not depend on trained weights."""
+    return jaxkv.load(HERE / "checkpoints" / "llama3")
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict:
+    """What transformers computes for SmolLM2-135M."""
+    return json.loads((HERE / "golden.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def story(params) -> list[int]:
+    """Token ids of a short story."""
+    return params.tokenizer.encode((HERE / "story.txt").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def wikitext(params) -> list[int]:
+    """The first 2048 tokens of the raw WikiText-2 test split, where there is one."""
+    path = Path(os.environ.get("JAXKV_TEXTS", "")) / "wikitext2_test.txt"
+    if not path.is_file():
+        pytest.skip("set JAXKV_TEXTS to a folder that holds wikitext2_test.txt to run this")
+    return params.tokenizer.encode(path.read_text(encoding="utf-8")[:20_000])[:2048]
