@@ -80,6 +80,10 @@ LAYER_AXES: dict[str, tuple[str, ...]] = {
 }
 
 
+#: And of the `Cache` around them.
+CACHE_AXES: dict[str, tuple[str, ...]] = {"length": ("batch",)}
+
+
 def empty_layer(
     budget: Int[Array, "batch kv_heads"],
     slots: int,

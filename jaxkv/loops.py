@@ -110,7 +110,8 @@ def first_token(
     eos: Int[Array, " ids"],
 ) -> tuple[Loop, Float[Array, " batch"]]:
     """Chooses the token after the prompt, and starts the loop."""
-    token, logprob, used = _choose(logits, cache, keys, used, options)
+    running = jnp.ones(logits.shape[:1], bool)
+    token, logprob, used = _choose(logits, cache, keys, used, options, running)
     return Loop(cache, token, jnp.isin(token, eos), keys, used), logprob
 
 
@@ -139,7 +140,7 @@ def decode(
         logits, cache = module(
             loop.token[:, None], loop.cache, policy, added=running.astype(jnp.int32)
         )
-        token, logprob, used = _choose(logits, cache, loop.keys, loop.used, options)
+        token, logprob, used = _choose(logits, cache, loop.keys, loop.used, options, running)
         tokens = tokens.at[:, step].set(jnp.where(running, token, -1))
         logprobs = logprobs.at[:, step].set(logprob)
         token = jnp.where(running, token, loop.token)
@@ -150,11 +151,11 @@ def decode(
     return loop, tokens, logprobs
 
 
-def _choose(logits, cache, keys, used, options):
+def _choose(logits, cache, keys, used, options, running):
     step_keys = jax.vmap(jax.random.fold_in)(keys, cache.length)
     token, logprob = next_token(logits, options, step_keys, used)
     if used is not None:
-        used = used.at[jnp.arange(token.shape[0]), token].set(True)
+        used = used.at[jnp.arange(token.shape[0]), token].max(running)
     return token, logprob, used
 
 

@@ -24,4 +24,5 @@ def spinner(message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # it may just have fired
         status.stop()

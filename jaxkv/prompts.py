@@ -65,13 +65,21 @@ def _tokenizer(params: Params) -> Tokenizer:
 
 
 def _is_list(x: Any) -> bool:
-    return isinstance(x, Sequence | np.ndarray) or hasattr(x, "__array__")
+    if isinstance(x, str | bytes):
+        return False
+    return isinstance(x, Sequence) or (hasattr(x, "__array__") and np.ndim(x) > 0)
 
 
 def _is_ids(x: Any) -> bool:
     if hasattr(x, "__array__"):
         return np.ndim(x) == 1 and np.issubdtype(np.asarray(x).dtype, np.integer)
-    return _is_list(x) and len(x) > 0 and all(isinstance(t, int | np.integer) for t in x)
+    return _is_list(x) and len(x) > 0 and all(_is_id(t) for t in x)
+
+
+def _is_id(x: Any) -> bool:
+    if hasattr(x, "__array__"):
+        return np.ndim(x) == 0 and np.issubdtype(np.asarray(x).dtype, np.integer)
+    return isinstance(x, int)
 
 
 def _is_chat(x: Any) -> bool:

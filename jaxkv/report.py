@@ -94,6 +94,7 @@ def make_report(
     prompt_tokens: list[int],
     new_tokens: list[int],
     budgets: list[int],
+    first_turn: bool,
     seconds: dict[str, float],
 ) -> Report:
     """Reads a cache and says what is in it."""
@@ -120,7 +121,7 @@ def make_report(
         compile_seconds=seconds["compile"],
         prefill_seconds=seconds["prefill"],
         decode_seconds=seconds["decode"],
-        notes=_notes(policy, budgets, prompt_tokens, evicted),
+        notes=_notes(policy, budgets, prompt_tokens if first_turn else None, evicted),
     )
 
 
@@ -128,16 +129,18 @@ _SMALL_BUDGET = 16
 
 
 def _notes(
-    policy: Policy, budgets: list[int], prompt_tokens: list[int], evicted: np.ndarray
+    policy: Policy, budgets: list[int], prompt_tokens: list[int] | None, evicted: np.ndarray
 ) -> list[str]:
     if not policy.evicts:
-        return []
+        unused = policy.budget != type(policy)().budget
+        told = f"{policy.name} keeps every token: the budget of {policy.budget} was not used"
+        return [told] if unused else []
     notes = []
     if not evicted.any():
         notes.append(
             f"nothing was evicted: the budget of {_few(budgets)} tokens was never exceeded"
         )
-    elif isinstance(policy.budget, float) and min(budgets) < _SMALL_BUDGET:
+    elif prompt_tokens and isinstance(policy.budget, float) and min(budgets) < _SMALL_BUDGET:
         i = int(np.argmin(budgets))
         notes.append(
             f"budget {policy.budget} of a prompt of {prompt_tokens[i]} tokens is {budgets[i]} "

@@ -4,9 +4,11 @@ repetition penalty.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -49,8 +51,8 @@ def sampling(
     """
     if not temperature >= 0:
         raise ValueError(f"temperature must be >= 0 (0 is greedy), got {temperature}")
-    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise ValueError(f"top_k must be an int >= 1, got {top_k!r}")
+    if top_k is not None and not (isinstance(top_k, int) and 1 <= top_k < 2**31):
+        raise ValueError(f"top_k must be an int >= 1 (below 2**31), got {top_k!r}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if min_p is not None and not 0 <= min_p <= 1:
@@ -60,11 +62,11 @@ def sampling(
     greedy = temperature == 0
 
     def traced(value: float | None, drawing: bool = True) -> Array | None:
-        return None if value is None or (greedy and drawing) else jnp.asarray(value)
+        return None if value is None or (greedy and drawing) else jnp.float32(value)
 
     return Sampling(
         temperature=traced(float(temperature)),
-        top_k=traced(top_k),
+        top_k=None if top_k is None or greedy else jnp.int32(top_k),
         top_p=traced(top_p),
         min_p=traced(min_p),
         repetition_penalty=traced(repetition_penalty, drawing=False),
@@ -79,7 +81,9 @@ def row_keys(seed: int | Sequence[int], rows: int) -> Array:
       ValueError: a list of another length.
 
     """
-    seeds = [seed] * rows if isinstance(seed, int) else list(seed)
+    seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * rows
+    if not all(isinstance(s, int | np.integer) and -(2**63) <= s < 2**63 for s in seeds):
+        raise ValueError(f"seed must be an int of 64 bits or one per prompt, got {seed!r}")
     if len(seeds) != rows:
         raise ValueError(f"seed must be an int or one int per prompt ({rows}), got {seed!r}")
     return jnp.stack([jax.random.key(s) for s in seeds])
@@ -121,7 +125,9 @@ def _filter(scores: Float[Array, "batch vocab"], options: Sampling) -> Float[Arr
     else:
         descending = jnp.sort(scores, -1, descending=True)
         place = jnp.arange(scores.shape[-1])
-        in_k = jnp.full(place.shape, True) if options.top_k is None else place < options.top_k
+        in_k = jnp.broadcast_to(
+            True if options.top_k is None else place < options.top_k, scores.shape
+        )
         if options.top_p is not None:
             probabilities = jax.nn.softmax(jnp.where(in_k, descending, -jnp.inf), -1)
             before = jnp.cumsum(probabilities, -1) - probabilities

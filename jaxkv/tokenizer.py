@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+import jinja2
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from jaxkv.errors import CheckpointError
+from jaxkv.errors import CheckpointError, first_line
 
 Message = Mapping[str, str]
 
@@ -71,13 +72,21 @@ class Tokenizer:
         with _quiet_import():
             from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered, _ = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=self.chat_template,
-            add_generation_prompt=True,
-            **self.special_tokens,
-        )
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=self.chat_template,
+                add_generation_prompt=True,
+                **self.special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
         return self.encode(rendered[0], add_special_tokens=False)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token, which decoding leaves out; None if `text` is not one."""
+        token = self.backend.token_to_id(text)
+        return token if token is not None and not self.decode([token]) else None
 
     @property
     def vocab_size(self) -> int:
@@ -97,10 +106,14 @@ def from_folder(folder: Path) -> Tokenizer | None:
         auto = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         backend = auto.backend_tokenizer
     except (AttributeError, ImportError, OSError, ValueError, KeyError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"cannot build the tokenizer of {folder}: {line}") from error
+        raise CheckpointError(
+            f"cannot build the tokenizer of {folder}: {first_line(error)}"
+        ) from error
     special = {k: str(v) for k, v in auto.special_tokens_map.items() if isinstance(v, str)}
-    return Tokenizer(backend, auto.chat_template, special)
+    template = auto.chat_template
+    if isinstance(template, dict):  # several, by name
+        template = template.get("default")
+    return Tokenizer(backend, template, special)
 
 
 def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
@@ -130,6 +143,8 @@ def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     merges = [tuple(pair.split(" ", 1)) for pair in metadata["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut == "llama-bpe"))
+    if cut == "qwen2":
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *_SPLITS[cut],

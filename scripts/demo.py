@@ -6,8 +6,10 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 import jaxkv
+from jaxkv.policies import get
 
 PROMPT = """\
 Summarise this story:
@@ -39,26 +41,33 @@ def main() -> None:
     parser.add_argument("--budget", default="0.2", help="tokens, or a fraction of the prompt")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     args = parser.parse_args()
-    budget = int(args.budget) if args.budget.isdigit() else float(args.budget)
+    try:
+        budget = int(args.budget) if args.budget.isdigit() else float(args.budget)
+    except ValueError:
+        parser.error(f"budget must be a number of tokens or a fraction, got {args.budget!r}")
     console = Console(highlight=False)
 
-    params = jaxkv.load(args.model)
+    try:
+        policy = get(args.policy, budget)
+        params = jaxkv.load(args.model)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
     chat = [{"role": "user", "content": args.prompt}]
-    console.print(Panel(args.prompt.strip(), title="prompt", border_style="dim"))
+    console.print(Panel(Text(args.prompt.strip()), title="prompt", border_style="dim"))
     results = {
         "full": jaxkv.generate(params, chat, max_new_tokens=args.max_new_tokens),
         args.policy: jaxkv.generate(
             params,
             chat,
-            policy=args.policy,
-            budget=budget,
+            policy=policy,
             max_new_tokens=args.max_new_tokens,
         ),
     }
     width = max(30, console.width // 2 - 2)
     console.print(
         Columns(
-            Panel(result.text.strip(), title=name, width=width) for name, result in results.items()
+            Panel(Text(result.text.strip()), title=name, width=width)
+            for name, result in results.items()
         )
     )
     table = Table("", *results)

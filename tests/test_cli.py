@@ -35,9 +35,7 @@ def test_generate_prints_the_text_and_the_report(run, shallow):
         "generate", "smollm2-135m", "Once upon a time", "--policy", "h2o", "--budget", "16",
         "--max-new-tokens", "20",
     )  # fmt: skip
-    want = jaxkv.generate(
-        shallow, "Once upon a time", policy="h2o", budget=16, max_new_tokens=20
-    )
+    want = jaxkv.generate(shallow, "Once upon a time", policy="h2o", budget=16, max_new_tokens=20)
     assert code == 0
     assert out == want.text + "\n"
     assert "16 tokens (heavy 8, recent 8)" in err

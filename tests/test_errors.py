@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -15,6 +16,15 @@ from jaxkv.tokenizer import Tokenizer
 IDS = [5, 6, 7]
 NAN = float("nan")
 CHAT = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _annotations_unchecked():
+    """Users run without the checks of annotations, which would be the first to complain."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +99,7 @@ def test_budget(small, policy, budget):
         ({"seed": 1.5}, r"seed must be .*, got 1.5"),
         ({"seed": None}, r"seed must be .*, got None"),
         ({"temperature": -1}, r"temperature must be >= 0 .*got -1"),
+        ({"top_k": 2.5}, r"top_k must be an int >= 1 .*, got 2.5"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
     ],
     ids=str,
@@ -147,15 +158,19 @@ def test_prompts_of_text(texts, call, prompt, match):
 @pytest.mark.parametrize(
     ("length", "options", "match"),
     [
-        (2049, {"max_new_tokens": 1}, r"2049 tokens .* 2049 positions.*has 2048: .*streaming$"),
-        (2040, {"max_new_tokens": 10}, r"2040 tokens and max_new_tokens=10 need 2049 positions"),
-        (2049, {"policy": "h2o"}, r"shorten the text, or use a policy that can go on: streaming"),
+        (2049, {"max_new_tokens": 1}, r"needs 2049 positions, .*llama3 has 2048: .*streaming$"),
+        (2040, {"max_new_tokens": 10}, r"needs 2049 positions.*fewer new tokens"),
+        (2049, {"policy": "h2o"}, r"shorten it .*or use a policy that can go on: streaming"),
         (
             2049,
             {"policy": jaxkv.Streaming(positions="original")},
-            r"shorten the text, or use a policy that can go on",
+            r"shorten it .*or use a policy that can go on",
         ),
-        (2049, {"policy": "streaming", "budget": 2047}, r"2047 tokens leaves no room .*smaller"),
+        (
+            2049,
+            {"policy": "streaming", "budget": 2047},
+            r"2047 tokens and blocks of 512 .*at most 1536",
+        ),
     ],
     ids=str,
 )
@@ -164,7 +179,13 @@ def test_positions(small, length, options, match):
 
 
 def test_positions_of_models_without_rotary_embeddings(opt):
-    refused(r"has 128: shorten the text$", jaxkv.generate, opt, [1] * 129, max_new_tokens=1)
+    refused(
+        r"has 128: shorten it or ask for fewer new tokens$",
+        jaxkv.generate,
+        opt,
+        [1] * 129,
+        max_new_tokens=1,
+    )
     match = r"rolling positions, which need rotary embeddings"
     refused(rf"{match}.*use positions='original'", jaxkv.generate, opt, IDS, policy="streaming")
     refused(match, jaxkv.perplexity, opt, IDS, policy="streaming")
@@ -207,7 +228,7 @@ def test_stream(small, texts):
 def test_perplexity(small):
     refused(r"at least 2 tokens, got 1", jaxkv.perplexity, small, [1])
     refused(r"perplexity takes one text, got 2", jaxkv.perplexity, small, [IDS, IDS])
-    match = r"2050 tokens does not fit the 2048 positions .*llama3: .*rolling"
+    match = r"needs 2049 positions, .*llama3 has 2048: .*streaming"
     refused(match, jaxkv.perplexity, small, [1] * 2050)
     refused(r"unknown policy 'h20' \(did", jaxkv.perplexity, small, IDS, policy="h20")
     refused(r"budget must be .*, got 2.5", jaxkv.perplexity, small, IDS, policy="h2o", budget=2.5)
@@ -225,7 +246,7 @@ def test_perplexity(small):
         (IDS, {"policy": jaxkv.Window(49)}, r"cannot change, got policy=Window\(budget=49"),
         (IDS, {"budget": 9}, r"policy and budget cannot change, got policy=None, budget=9"),
         ([], {}, r"prompt must be .*, got \[\]"),
-        ([1] * 2048, {}, r"2052 tokens and max_new_tokens=128 need 2179 positions"),
+        ([1] * 2048, {}, r"needs 2179 positions"),
         (IDS, {"seed": [1, 2]}, r"one int per prompt \(1\), got \[1, 2\]"),
     ],
     ids=lambda value: str(value)[:30],

@@ -2,6 +2,24 @@
 
 The oracle (`oracles.py`) runs every row of a ragged, padded batch alone. Blocks are drawn by
 hypothesis, and whatever stands in padding is large, so that a look at it would show.
+
+Mutations tried by hand, and the tests that failed beside those against the oracle:
+
+- visible: empty slots and padding seen: padding_is_never_seen, plain_attention
+- visible: the window one token longer: window_of_a_model, cut_into_rows_and_parts
+- attend_block: queries of padding scored: row_without_new_tokens, cut_into_rows_and_parts
+- attend_block: scores summed over the batch: other_rows_change_nothing, collects_every_row
+- attend_block: a part misses its last key: cut_into_rows_and_parts, collects_every_row
+- attend_slots: rows that have ended give scores: row_without_new_tokens
+- step: the mask taken from the order of slots: order_of_slots
+- step: a new token starts with 0: collects_every_row
+- block: stored scores not added to; write: scores not reset: none but the oracle
+- block: ranks counted from the slots: plain_attention
+- scores in the dtype of keys: half_precision
+- priority: inf left above the newest, -inf left at empty slots; newest not protected: no_worth
+- free_next: the oldest of equals goes; keep_best: the youngest stays: no_worth
+- advance: rows that have ended advance: row_without_new_tokens
+- H2O: the odd token of a budget to heavy: none but the oracle
 """
 
 import dataclasses

@@ -200,7 +200,12 @@ def test_a_text_without_end_in_the_positions_of_a_short_model(shallow, story):
     ranks = np.asarray(out.loop.cache.layers[0].ranks)
     held = np.asarray(out.loop.cache.layers[0].positions) >= 0
     assert sorted(ranks[0, 0][held[0, 0]].tolist()) == list(range(32))
-    with pytest.raises(ValueError, match=r"need 319 positions.*96.*streaming"):
+    # A neighbour, long or short, does not change where a row is cut.
+    options = {"policy": policy, "max_new_tokens": NEW, "ignore_eos": True}
+    both = jaxkv.generate(model, [story[:300], story[100:165]], **options)
+    alone = jaxkv.generate(model, story[100:165], **options)
+    assert both.tokens == [out.tokens, alone.tokens]
+    with pytest.raises(ValueError, match=r"needs 319 positions.*96.*streaming"):
         jaxkv.generate(model, story[:300], policy="h2o", max_new_tokens=NEW)
 
 
@@ -256,8 +261,7 @@ def test_the_policy_of_the_readme(shallow, story):
     assert len(definition.splitlines()) <= 25
     space: dict = {}
     exec(definition, space)
-    name = space["name"] if "name" in space else "norms"
-    assert name in registered()
-    out = jaxkv.generate(shallow, story[:100], policy=name, budget=30, max_new_tokens=NEW)
+    assert "norms" in registered()
+    out = jaxkv.generate(shallow, story[:100], policy="norms", budget=30, max_new_tokens=NEW)
     assert out.report.kept == [[30] * 4]
     assert kept(out)[0][0] != list(range(89, 119)), "it keeps more than a window"

@@ -14,6 +14,7 @@ from jaxkv.cache import UNBOUNDED
 from jaxkv.models.params import Params
 from jaxkv.policies.base import Policy, get
 from jaxkv.prompts import to_rows
+from jaxkv.room import check_room
 
 #: Tokens given to the compiled loop at a time.
 _BLOCK = 256
@@ -50,16 +51,10 @@ def perplexity(
         raise ValueError(f"perplexity needs a text of at least 2 tokens, got {len(ids)}")
     inputs, targets = ids[:-1], ids[1:]
     config = params.config
-    if chosen.positions == "rolling" and not config.rotary:
-        raise ValueError(f"{chosen!r} has rolling positions, which need rotary embeddings")
-    if chosen.positions != "rolling" and len(inputs) > config.max_positions:
-        raise ValueError(
-            f"a text of {len(ids)} tokens does not fit the {config.max_positions} positions of "
-            f"{params.name or 'the model'}: shorten it, or use a policy with rolling positions"
-        )
     budgets = np.full(config.num_layers, UNBOUNDED)
     if chosen.evicts:
         budgets = np.array(chosen.layer_budgets(chosen.resolve(len(ids)), config.num_layers))
+    check_room(params, chosen, len(inputs), int(budgets.max()), block=1)
     slots = tuple(slot_bucket(min(int(budget), len(ids)) + 1) for budget in budgets)
     cache = loops.empty_cache(params, chosen, jnp.array(budgets)[:, None], slots)
     total = 0.0
@@ -74,7 +69,7 @@ def perplexity(
         wanted, _ = pad_rows([targets[start : start + _BLOCK]], _BLOCK)
         # Without eviction a block sees what its tokens would see one by one, in less time.
         cache, logprob = loops.score_tokens(
-            params, cache, tokens, wanted, added, chosen, not chosen.evicts
+            params.weights(), cache, tokens, wanted, added, chosen, not chosen.evicts
         )
         total += float(logprob[0])
     return math.exp(-total / len(targets))

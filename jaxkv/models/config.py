@@ -37,7 +37,8 @@ class Config:
 def require(hf: Mapping[str, Any], key: str) -> Any:
     """The value of `key`, or a `ValueError` that says what the file has instead."""
     if hf.get(key) is None:
-        raise ValueError(f"config.json has no {key!r}; it has: {', '.join(sorted(hf))}")
+        there = ", ".join(sorted(name for name, value in hf.items() if value is not None))
+        raise ValueError(f"the config gives no {key!r}; it gives: {there}")
     return hf[key]
 
 
@@ -45,7 +46,7 @@ def require_choice(hf: Mapping[str, Any], key: str, default: str, accepted: tupl
     """The value of `key`, which must be one of `accepted` (others would be computed wrongly)."""
     value = hf.get(key) or default
     if value not in accepted:
-        raise ValueError(f"config.json has {key}={value!r}; supported: {', '.join(accepted)}")
+        raise ValueError(f"the config has {key}={value!r}; supported: {', '.join(accepted)}")
     return value
 
 

@@ -49,12 +49,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         there = ", ".join(sorted(p.name for p in path.parent.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"{path.parent} has no {path.name}; it holds: {there}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got a {type(content).__name__}")
+    return content
 
 
 # ---- Hugging Face folders --------------------------------------------------------------------
@@ -70,11 +73,16 @@ def _open_folder(folder: Path) -> Checkpoint:
         config |= {"eos_token_id": eos} if eos is not None else {}
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        where = dict(_read_json(index)["weight_map"])
+        where = _read_json(index).get("weight_map")
+        if not isinstance(where, dict):
+            raise CheckpointError(f"{index} must hold an object 'weight_map', got {where!r}")
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{folder} holds no .safetensors file")
+            raise CheckpointError(
+                f"{folder} holds no .safetensors file: other formats of weights are not read, "
+                "save the model anew with safetensors"
+            )
         where = {name: file.name for file in files for name in _check_safetensors(file)}
     for name in sorted(set(where.values())):
         if not (folder / name).exists():
@@ -113,7 +121,10 @@ def _check_safetensors(file: Path) -> list[str]:
         raise CheckpointError(f"{file} is damaged: its header cannot be read")
     names = [name for name in header if name != "__metadata__"]
     for name in names:
-        end = 8 + length + header[name]["data_offsets"][1]
+        try:
+            end = 8 + length + header[name]["data_offsets"][1]
+        except (KeyError, IndexError, TypeError):
+            raise CheckpointError(f"{file} is damaged: no place is given for {name}") from None
         if end > size:
             raise CheckpointError(
                 f"{file} is cut off: tensor {name} ends at byte {end}, the file has {size}"
@@ -231,6 +242,8 @@ def _gguf_config(metadata: Mapping[str, Any], arch: str, *, tied: bool) -> dict[
         "tie_word_embeddings": tied,
         "eos_token_id": sorted({token for token in eos if token is not None}),
     }
+    if get("rope.scale_linear"):  # older files
+        config["rope_scaling"] = {"rope_type": "linear", "factor": get("rope.scale_linear")}
     if get("rope.scaling.type", "none") != "none":
         config["rope_scaling"] = {
             "rope_type": get("rope.scaling.type"),

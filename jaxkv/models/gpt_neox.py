@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv.cache import LayerCache
 from jaxkv.extend import NewTokens, extend
 from jaxkv.models.base import CausalLM
-from jaxkv.models.config import Config, eos_ids, require
-from jaxkv.models.layers import Embedding, LayerNorm, Linear, activation, matmul
+from jaxkv.models.config import Config, eos_ids, require, require_choice
+from jaxkv.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, matmul
 from jaxkv.policies.base import Policy
 from jaxkv.positions import Rotary, rotary_frequencies
 
@@ -44,11 +44,11 @@ class GPTNeoXConfig(Config):
             max_positions=require(hf, "max_position_embeddings"),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
             eos_ids=eos_ids(hf),
-            rotary_embedding=rotary_frequencies(int(head_dim * share), theta, rope),
+            rotary_embedding=rotary_frequencies(int(head_dim * share), float(theta), rope),
             norm_eps=hf.get("layer_norm_eps", 1e-5),
             parallel_residual=bool(hf.get("use_parallel_residual", True)),
             attention_bias=bool(hf.get("attention_bias", True)),
-            activation=hf.get("hidden_act", "gelu"),
+            activation=require_choice(hf, "hidden_act", "gelu", tuple(ACTIVATIONS)),
         )
 
 
@@ -83,7 +83,7 @@ class MLP(nnx.Module):
         self.config = config
 
     def __call__(self, x: Array) -> Array:
-        return self.dense_4h_to_h(activation(self.config.activation)(self.dense_h_to_4h(x)))
+        return self.dense_4h_to_h(ACTIVATIONS[self.config.activation](self.dense_h_to_4h(x)))
 
 
 class Block(nnx.Module):

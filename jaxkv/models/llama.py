@@ -56,8 +56,8 @@ class LlamaConfig(Config):
             max_positions=require(hf, "max_position_embeddings"),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
             eos_ids=eos_ids(hf),
-            rotary_embedding=rotary_frequencies(head_dim, theta, rope),
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rotary_embedding=rotary_frequencies(head_dim, float(theta), rope),
+            norm_eps=hf.get("rms_norm_eps") or 1e-6,
             qkv_bias=bias or kind == "qwen2",
             output_bias=bias and kind != "qwen2",
             mlp_bias=bool(hf.get("mlp_bias", False)),
@@ -70,6 +70,8 @@ def _windows(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     window = hf.get("sliding_window")
     if hf.get("layer_types"):
         kinds = hf["layer_types"]
+        if len(kinds) != num_layers:
+            raise ValueError(f"layer_types names {len(kinds)} layers, the model has {num_layers}")
     elif str(hf.get("model_type")).startswith("qwen"):
         first = hf.get("max_window_layers", num_layers) if hf.get("use_sliding_window") else None
         full = num_layers if first is None else first

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv.cache import LayerCache
 from jaxkv.extend import NewTokens, extend
 from jaxkv.models.base import CausalLM
-from jaxkv.models.config import Config, eos_ids, require
-from jaxkv.models.layers import Embedding, LayerNorm, Linear, activation, matmul
+from jaxkv.models.config import Config, eos_ids, require, require_choice
+from jaxkv.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, matmul
 from jaxkv.policies.base import Policy
 
 #: The table of positions starts with two rows that no token uses.
@@ -50,7 +50,7 @@ class OPTConfig(Config):
             norm_first=norm_first,
             final_norm=norm_first and not hf.get("_remove_final_layer_norm", False),
             bias=bool(hf.get("enable_bias", True)),
-            activation=hf.get("activation_function", "relu"),
+            activation=require_choice(hf, "activation_function", "relu", tuple(ACTIVATIONS)),
         )
 
 
@@ -89,7 +89,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Array, layer: LayerCache, new: NewTokens, policy: Policy, index: Array
     ) -> tuple[Array, LayerCache]:
-        act = activation(self.config.activation)
+        act = ACTIVATIONS[self.config.activation]
         if self.config.norm_first:
             attended, layer = self.self_attn(
                 self.self_attn_layer_norm(x), layer, new, policy, index
@@ -115,8 +115,8 @@ class OPT(CausalLM):
             config.max_positions + _POSITION_OFFSET, hidden, ("positions", "embed"), rngs=rngs
         )
         if width != hidden:
-            self.project_in = Linear(width, hidden, ("embed", "embed"), False, rngs=rngs)
-            self.project_out = Linear(hidden, width, ("embed", "embed"), False, rngs=rngs)
+            self.project_in = Linear(width, hidden, ("embed", "word_embed"), False, rngs=rngs)
+            self.project_out = Linear(hidden, width, ("word_embed", "embed"), False, rngs=rngs)
         self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         if config.final_norm:
             self.final_layer_norm = LayerNorm(hidden, 1e-5, rngs=rngs)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxkv import hub
 from jaxkv.compilation import keep_compiled_programs
-from jaxkv.errors import CheckpointError
+from jaxkv.errors import CheckpointError, first_line
 from jaxkv.models.base import CausalLM, flatten, map_with_path, structure
 from jaxkv.models.config import Config
 from jaxkv.models.convert import Checkpoint, open_checkpoint
@@ -21,6 +21,7 @@ from jaxkv.models.registry import ARCHITECTURES
 from jaxkv.progress import spinner
 from jaxkv.tokenizer import Tokenizer
 
+_DTYPES = ("float32", "bfloat16", "float16")
 #: Tensors read at once: more would hold more of them in memory and gain nothing.
 _READERS = 2
 #: Tensors that old checkpoints carry and that are computed instead.
@@ -45,6 +46,10 @@ class Params:
     def module(self) -> CausalLM:
         """The `flax.nnx` module with these weights, for those who work with Flax."""
         return nnx.merge(structure(self.model, self.config)[0], self.state)
+
+    def weights(self) -> "Params":
+        """The same without name and tokenizer: what compiled programs are keyed by."""
+        return dataclasses.replace(self, name="", tokenizer=None)
 
     @property
     def dtype(self) -> np.dtype:
@@ -86,13 +91,22 @@ def load(name: str | os.PathLike[str], *, dtype: Any = None) -> Params:
     path = hub.resolve(name)
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    if jnp.dtype(dtype) not in map(jnp.dtype, _DTYPES):
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     with spinner(f"loading {os.fspath(name)}"):
-        checkpoint = open_checkpoint(path)
-        model = _architecture(checkpoint)
         try:
+            checkpoint = open_checkpoint(path)
+            model = _architecture(checkpoint)
             config = model.config_class.from_hf(checkpoint.config)
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        except Exception as error:  # whatever a damaged file makes its readers stumble over
+            told = f"{type(error).__name__}: {first_line(error)}"
+            raise CheckpointError(
+                f"{path} is damaged, or a field has a wrong type: {told}"
+            ) from error
         state = _read_state(checkpoint, model, config, jnp.dtype(dtype))
     return Params(state, model, config, checkpoint.tokenizer, os.fspath(name))
 
@@ -144,7 +158,9 @@ def _read_state(
                 f"expected {expected.shape}"
             )
         # A sum is finite only if all are (and costs less than looking at each).
-        if not np.isfinite(np.sum(array, dtype=np.float64)):
+        with np.errstate(invalid="ignore"):
+            total = np.sum(array, dtype=np.float64)
+        if not np.isfinite(total):
             bad = np.argwhere(~np.isfinite(array.astype(np.float32)))[0].tolist()
             raise CheckpointError(
                 f"{checkpoint.path}: tensor {wanted[path]} holds a NaN or infinity at {bad}"
@@ -161,7 +177,7 @@ def _read_state(
 
 
 def _locate(checkpoint: Checkpoint, model: type[CausalLM], path: str) -> str:
-    for prefix in (*model.prefixes, ""):
+    for prefix in dict.fromkeys((*model.prefixes, "")):
         found = checkpoint.locate(prefix + path)
         if found is not None:
             return found

@@ -15,9 +15,10 @@ A policy of one's own is a subclass that gives `priority`; `register` lends it a
 
 import dataclasses
 import difflib
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.positions import POSITION_MODES
@@ -77,6 +78,7 @@ class Policy:
     positions = "original"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", _plain(self.budget))
         check_budget(self.budget)
         if self.positions not in POSITION_MODES:
             raise ValueError(f"positions must be one of {POSITION_MODES}, got {self.positions!r}")
@@ -116,6 +118,11 @@ class Policy:
     def with_budget(self, budget: int | float) -> Self:
         """The same policy with another budget."""
         return dataclasses.replace(self, budget=budget)
+
+
+def _plain(budget: Any) -> Any:
+    """NumPy's integers as Python's."""
+    return int(budget) if isinstance(budget, np.integer) else budget
 
 
 def check_budget(budget: object) -> None:

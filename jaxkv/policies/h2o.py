@@ -68,7 +68,15 @@ class H2O(Policy):
 
     def resolve(self, length: int) -> int:
         if self.budget is not None:
-            return super().resolve(length)
+            budget = super().resolve(length)
+            for name in ("heavy", "recent"):
+                part = getattr(self, name)
+                if isinstance(part, int) and part > budget:
+                    raise ValueError(
+                        f"{name}={part} exceeds the budget of {budget} tokens, which is "
+                        f"{self.budget} of a prompt of {length} tokens"
+                    )
+            return budget
         parts = (self.heavy or 0, self.recent or 0)
         return max(1, sum(p if isinstance(p, int) else round(p * length) for p in parts))
 
@@ -92,7 +100,7 @@ class H2O(Policy):
         heavy, recent = self.heavy or 0.0, self.recent or 0.0
         whole = self.budget or heavy + recent
         share = (whole - heavy if self.recent is None else recent) / whole
-        return xp.round(budget * np.float32(share)).astype(xp.int32)
+        return xp.round(budget.astype(xp.float32) * np.float32(share)).astype(xp.int32)
 
 
 @register

@@ -43,7 +43,7 @@ class Window(Policy):
     source: ClassVar[str] = "Longformer, arXiv 2004.05150"
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
-        return tokens.positions.astype(jnp.float32)
+        return -tokens.age.astype(jnp.float32)
 
     def split(self, budget: int) -> dict[str, int]:
         return {"recent": budget}
@@ -72,7 +72,7 @@ class Streaming(Policy):
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sinks, int) or self.sinks < 0:
+        if type(self.sinks) is not int or self.sinks < 0:
             raise ValueError(f"sinks must be an int >= 0, got {self.sinks!r}")
         super().__post_init__()
 
@@ -81,7 +81,7 @@ class Streaming(Policy):
         return self.sinks + 1
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
-        return protect(tokens.positions < self.sinks, tokens.positions.astype(jnp.float32))
+        return protect(tokens.positions < self.sinks, -tokens.age.astype(jnp.float32))
 
     def split(self, budget: int) -> dict[str, int]:
         return {"sinks": self.sinks, "recent": budget - self.sinks}
