@@ -6,11 +6,21 @@ import json
 import os
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxkv
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly():
+    """For models that run for milliseconds: their compile time is all that counts."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +31,8 @@ def params() -> jaxkv.Params:
 
 @pytest.fixture(scope="session")
 def shallow(params) -> jaxkv.Params:
-    """Its first four layers: trained attention, and an eighth of the time to compile."""
-    layers = 4
+    """Its first two layers: trained attention, and a fifteenth of the time to compile."""
+    layers = 2
     state = {**params.state, "layers": {i: params.state["layers"][i] for i in range(layers)}}
     config = dataclasses.replace(
         params.config, num_layers=layers, windows=params.config.windows[:layers]

@@ -8,6 +8,8 @@ import pytest
 import jaxkv
 from jaxkv import cli
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture
 def run(monkeypatch, capsys, shallow):

@@ -1,6 +1,6 @@
 """What a user sees: batches, budgets, turns, streams, stop strings, reports, policies of one's own.
 
-Mostly on the first four layers of the real model: trained attention decides what is kept.
+Mostly on the first two layers of the real model: trained attention decides what is kept.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ from jaxkv import loops
 from jaxkv.cache import UNBOUNDED
 from jaxkv.compilation import CompileClock
 from jaxkv.policies import get, registered
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 NAMES = list(registered())
 NEW = 20
@@ -132,7 +134,7 @@ def test_a_second_turn_equals_never_having_stopped(shallow, story):
     second = jaxkv.generate(shallow, story[60:90], max_new_tokens=8, after=first)
     whole = story[:60] + first.tokens + story[60:90]
     assert second.tokens == jaxkv.generate(shallow, whole, max_new_tokens=8).tokens
-    assert second.report.kept == [[len(whole) + 7] * 4]
+    assert second.report.kept == [[len(whole) + 7] * 2]
 
 
 @pytest.mark.parametrize("name", ["window", "streaming", "h2o"])
@@ -143,8 +145,8 @@ def test_turns_go_on_within_the_budget_and_branch(shallow, story, name):
     ]
     assert branches[0].tokens == branches[1].tokens
     assert kept(branches[0]) == kept(branches[1])
-    assert branches[0].report.kept == [[32] * 4]
-    assert branches[0].report.evicted == [[60 + 8 + 30 + 7 - 32] * 4]
+    assert branches[0].report.kept == [[32] * 2]
+    assert branches[0].report.evicted == [[60 + 8 + 30 + 7 - 32] * 2]
     before, after = kept(first)[0][0], kept(branches[0])[0][0]
     assert set(after) <= set(before) | set(range(67, 200)), "an evicted token came back"
 
@@ -195,7 +197,7 @@ def test_a_text_without_end_in_the_positions_of_a_short_model(shallow, story):
     model = dataclasses.replace(shallow, config=config)
     policy = jaxkv.Streaming(budget=32)
     out = jaxkv.generate(model, story[:300], policy=policy, max_new_tokens=NEW, ignore_eos=True)
-    assert out.report.kept == [[32] * 4]
+    assert out.report.kept == [[32] * 2]
     assert kept(out)[0][0] == [0, 1, 2, 3, *range(291, 319)]
     ranks = np.asarray(out.loop.cache.layers[0].ranks)
     held = np.asarray(out.loop.cache.layers[0].positions) >= 0
@@ -233,12 +235,12 @@ def test_the_report_says_what_is_in_the_cache(shallow, story):
     # Rounded, not cut: 0.29 * 100 is 28.999... in floating point.
     assert report.budget == [29, 8]
     assert report.split == {"heavy": [14, 4], "recent": [15, 4]}
-    assert report.kept == [[29] * 4, [8] * 4]
-    assert report.evicted == [[100 + NEW - 1 - 29] * 4, [29 + NEW - 1 - 8] * 4]
+    assert report.kept == [[29] * 2, [8] * 2]
+    assert report.evicted == [[100 + NEW - 1 - 29] * 2, [29 + NEW - 1 - 8] * 2]
     leaves = jax.tree.leaves(out.loop.cache)
     assert report.cache_bytes == sum(np.asarray(leaf).nbytes for leaf in leaves)
     tokens = 100 + 29 + 2 * (NEW - 1)
-    assert report.full_bytes == tokens * 4 * 2 * 3 * 64 * 4
+    assert report.full_bytes == tokens * 2 * 2 * 3 * 64 * 4
     assert "29/8 tokens (heavy 14/4, recent 15/4)" in str(report)
     assert any("a fraction of a short prompt" in note for note in report.notes)
 
@@ -263,5 +265,5 @@ def test_the_policy_of_the_readme(shallow, story):
     exec(definition, space)
     assert "norms" in registered()
     out = jaxkv.generate(shallow, story[:100], policy="norms", budget=30, max_new_tokens=NEW)
-    assert out.report.kept == [[30] * 4]
+    assert out.report.kept == [[30] * 2]
     assert kept(out)[0][0] != list(range(89, 119)), "it keeps more than a window"

@@ -28,13 +28,7 @@ SLOTS = 41
 BLOCK = 7
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_quickly():
-    """These models run for milliseconds: their compile time is all that counts."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @functools.cache
