@@ -194,12 +194,13 @@ def cold_start(model: str, warm: bool) -> float:
 
 
 def prompt_memory(model: str, length: int, policy: str) -> float:
-    """Peak bytes of a process beyond the weights, during a prompt of `length` tokens."""
+    """Peak bytes of a process beyond the weights, during a prompt of `length` tokens (Linux)."""
     code = (
-        f"import jaxkv, resource; p = jaxkv.load({model!r}); "
+        f"import jaxkv; p = jaxkv.load({model!r}); "
         f"ids = list(range(100, 100 + {length})); "
         f"jaxkv.generate(p, ids, policy={policy!r}, max_new_tokens=2); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - p.nbytes)"
+        "peak = next(x for x in open('/proc/self/status') if x.startswith('VmHWM')); "
+        "print(int(peak.split()[1]) * 1024 - p.nbytes)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return float(done.stdout.split()[-1])

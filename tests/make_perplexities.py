@@ -1,8 +1,8 @@
 """Make ``tests/story_perplexity.json``: what eviction costs, computed with PyTorch.
 
 The text ``tests/story.txt`` is fed to a Llama model token by token, from an empty cache, and the
-perplexity of its tokens is taken under several eviction policies. The weights and the tokenizer are
-those that transformers reads from a GGUF file (SmolLM2-135M-Instruct, Q4_1), dequantised to
+perplexity of its tokens is taken under several eviction policies. The weights and the tokenizer
+are those that transformers reads from a GGUF file (SmolLM2-135M-Instruct, Q4_1), dequantised to
 float32; the forward pass and the cache are written out below, as plainly as possible, so that they
 share no code with the package. To make the file again::
 
@@ -11,12 +11,12 @@ share no code with the package. To make the file again::
 
 The protocol:
 
-* Perplexity is ``exp(mean(-log p))`` over tokens 1 to n - 1; token 0 is given, and no special token
-  is added.
+* Perplexity is ``exp(mean(-log p))`` over tokens 1 to n - 1; token 0 is given, and no special
+  token is added.
 * In each step the new token is stored in every layer and attends to all stored tokens, itself
   included. Then the attention probabilities of the step are added to the scores of the stored
-  tokens, summed over the query heads that share a KV head. Then, if more than ``budget`` tokens are
-  stored, each KV head of each layer evicts one token of its own.
+  tokens, summed over the query heads that share a KV head. Then, if more than ``budget`` tokens
+  are stored, each KV head of each layer evicts one token of its own.
 * Scores are sums over the steps, in float32. A token starts with the probability that it gives
   itself in its first step.
 * ``full`` evicts nothing. ``window`` evicts the oldest token. ``streaming`` evicts the oldest but
