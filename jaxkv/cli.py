@@ -129,7 +129,7 @@ def perplexity(
     if params.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer")
     ids = params.tokenizer.encode(text)[:max_tokens]
-    value = jaxkv.perplexity(params, ids, policy=policy, budget=_budget(budget), progress=True)
+    value = jaxkv.perplexity(params, ids, policy=policy, budget=_budget(budget))
     out.print(f"perplexity {value:.4f} over {len(ids)} tokens, policy {policy}")
 
 

@@ -101,8 +101,7 @@ def generate(
     options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
     run = _Run(params, prompt, _Options(**options))
     with spinner("generating"):
-        for _ in run.chunks(lambda _: CHUNK):
-            pass
+        list(run.chunks(lambda _: CHUNK))
     return run.result(with_logprobs=logprobs)
 
 

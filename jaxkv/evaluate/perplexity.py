@@ -26,7 +26,6 @@ def perplexity(
     *,
     policy: str | Policy = "full",
     budget: int | float | None = None,
-    progress: bool = False,
 ) -> float:
     """Perplexity of a text, teacher-forced, one token at a time from an empty cache: what a policy
     would see while decoding. The first token is given, all others are predicted.
@@ -35,7 +34,6 @@ def perplexity(
       params: a model.
       text: a string or token ids, at least two tokens.
       policy, budget: as for `jaxkv.generate`; a fractional budget is of the length of the text.
-      progress: show a bar.
 
     Raises:
       ValueError: the text is shorter than two tokens, or longer than the model's positions under
@@ -58,13 +56,15 @@ def perplexity(
     slots = tuple(slot_bucket(min(int(budget), len(ids)) + 1) for budget in budgets)
     cache = loops.empty_cache(params, chosen, jnp.array(budgets)[:, None], slots)
     total = 0.0
-    for start in track(
+    console = Console(stderr=True)
+    blocks = track(
         range(0, len(inputs), _BLOCK),
         "perplexity",
-        console=Console(stderr=True),
-        disable=not progress,
+        console=console,
+        disable=not console.is_terminal,
         transient=True,
-    ):
+    )
+    for start in blocks:
         tokens, added = pad_rows([inputs[start : start + _BLOCK]], _BLOCK)
         wanted, _ = pad_rows([targets[start : start + _BLOCK]], _BLOCK)
         # Without eviction a block sees what its tokens would see one by one, in less time.
