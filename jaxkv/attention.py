@@ -1,16 +1,20 @@
 """Attention over the slots of a cache and over a block of new tokens.
 
-Both give, beside the output, what a policy may ask for: the attention that each key received,
-summed over query rows and over the query heads of its group, in float32. What a query may see is
-decided from stored positions, never from the order of slots, since slots are not in order.
+Both give, beside the output, the statistics that a policy asks for (see `statistics`), in float32.
+What a query may see is decided from stored positions, never from the order of slots, since slots
+are not in order.
 
 Einsum letters, here and everywhere: b batch, t new tokens, s slots (or all keys), h query heads,
 k KV heads, g query heads per KV head, d head dim. Query head h reads KV head h // g.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.statistics import Rows, Statistic
 
 _MASKED = -1e30
 #: Rows of queries handled at once: few enough that their attention stays in the processor's cache.
@@ -19,6 +23,30 @@ _BLOCK_ROWS = 128
 _BLOCK_ELEMENTS = 2**24
 #: A long causal block is cut into this many parts, each of which reads only the keys up to its end.
 _CAUSAL_PARTS = 4
+
+
+class Far(NamedTuple):
+    """Keys at a distance of `limit` or more are all seen as if they were `limit` tokens away."""
+
+    #: Queries rotated to position `limit`, and keys at position 0: not rotated.
+    queries: Float[Array, "batch kv_heads group t dim"]
+    keys: Float[Array, "batch kv_heads keys dim"]
+    limit: Int[Array, "batch kv_heads 1"]
+
+    def replace(
+        self,
+        logits: Array,
+        queries: Array,
+        query_positions: Array,
+        key_positions: Array,
+        near: slice,
+    ) -> Float[Array, "batch kv_heads group rows keys"]:
+        """`logits`, with those of distant keys in place of the exact ones."""
+        distant = jnp.einsum(
+            "bkgtd,bksd->bkgts", queries, self.keys[:, :, near], preferred_element_type=jnp.float32
+        )
+        distance = query_positions[:, None, :, None] - key_positions[:, :, None, near]
+        return jnp.where((distance >= self.limit[..., None])[:, :, None], distant, logits)
 
 
 def visible(
@@ -34,23 +62,32 @@ def visible(
 
 def attend_slots(
     queries: Float[Array, "batch heads dim"],
-    keys: Float[Array, "batch kv_heads slots dim"],
-    values: Float[Array, "batch kv_heads dim slots"],
-    seen: Bool[Array, "batch kv_heads slots"],
+    keys: Float[Array, "batch rows slots dim"],
+    values: Float[Array, "batch rows dim slots"],
+    seen: Bool[Array, "batch kv_heads #group slots"],
     *,
-    column_sums: bool,
-) -> tuple[Float[Array, "batch heads dim"], Float[Array, "batch kv_heads slots"] | None]:
+    statistics: tuple[Statistic, ...] = (),
+    query_positions: Int[Array, " batch"],
+    key_positions: Int[Array, "batch kv_heads slots"],
+    layer: Int[Array, ""],
+) -> tuple[Float[Array, "batch heads dim"], tuple[Float[Array, "batch kv_heads slots"], ...]]:
     """One query per sequence over slots: a decode step.
+
+    `rows` are the KV heads, or one pool that holds the slots of all KV heads: then all query heads
+    meet all slots, and `seen` leaves each head its own.
 
     The cache is the left operand of both products: on CPU that is two to three times faster.
     """
     batch, heads, dim = queries.shape
-    kv_heads = keys.shape[1]
-    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, dim)
+    kv_heads, slots, rows = seen.shape[1], seen.shape[3], keys.shape[1]
+    by_head = (batch, kv_heads, heads // kv_heads, slots)
+    if rows != kv_heads:
+        seen = jnp.broadcast_to(seen, by_head).reshape(batch, rows, -1, slots)
+    grouped = queries.reshape(batch, rows, heads // rows, dim)
     logits = jnp.einsum("bksd,bkgd->bksg", keys, grouped, preferred_element_type=jnp.float32)
     # Slots last from here: what follows runs along them.
     logits = jnp.swapaxes(lax.optimization_barrier(logits), 2, 3)
-    logits = jnp.where(seen[:, :, None], logits * dim**-0.5, _MASKED)
+    logits = jnp.where(seen, logits * dim**-0.5, _MASKED)
     highest = jnp.max(logits, 3)
     weights = lax.optimization_barrier(jnp.exp(logits - highest[..., None]))
     # A row that has ended sees nothing and gives nothing.
@@ -59,11 +96,15 @@ def attend_slots(
         "bkds,bkgs->bkdg", values, weights.astype(values.dtype), preferred_element_type=jnp.float32
     )
     out = jnp.swapaxes(out * share[:, :, None, :], 2, 3).reshape(batch, heads, dim)
-    received = None
-    if column_sums:
-        # As a product: XLA on CPU would compute the weights anew inside a sum.
-        received = jnp.einsum("bkgs,bkg->bks", weights, share, precision="highest")
-    return out.astype(queries.dtype), received
+    found = Rows(
+        logits=logits.reshape(by_head)[:, :, :, None],
+        weights=weights.reshape(by_head)[:, :, :, None],
+        share=share.reshape(by_head[:3])[..., None],
+        query_positions=query_positions[:, None],
+        key_positions=key_positions,
+        layer=layer,
+    )
+    return out.astype(queries.dtype), tuple(statistic.of(found) for statistic in statistics)
 
 
 def attend_block(
@@ -74,30 +115,38 @@ def attend_block(
     key_positions: Int[Array, "batch kv_heads keys"],
     *,
     window: int | None,
-    column_sums: bool,
-) -> tuple[Float[Array, "batch kv_heads group t dim"], Float[Array, "batch kv_heads keys"] | None]:
+    statistics: tuple[Statistic, ...] = (),
+    layer: Int[Array, ""],
+    far: Far | None = None,
+) -> tuple[
+    Float[Array, "batch kv_heads group t dim"], tuple[Float[Array, "batch kv_heads keys"], ...]
+]:
     """A block of queries over stored keys followed by the block's own keys.
 
     `keys` ends with the keys of the block itself, in the order of the queries; what stands before
-    are slots in any order. Rows are handled a few hundred at a time, so that no matrix of all
-    queries by all keys ever exists, and column sums come from the same pass.
+    them is the content of the slots. Queries at position -1 are padding: their output means
+    nothing and they give nothing to any statistic. Query head k * group + g reads KV head k.
     """
     batch, kv_heads, group, t, dim = queries.shape
     before = keys.shape[2] - t
     rows = _rows_at_once(batch * kv_heads * group * keys.shape[2], t)
     parts = _CAUSAL_PARTS if t % (rows * _CAUSAL_PARTS) == 0 else 1
-    received = jnp.zeros(key_positions.shape, jnp.float32) if column_sums else None
+    received = tuple(jnp.zeros(key_positions.shape, jnp.float32) for _ in statistics)
     outs = []
     for start in range(0, t, t // parts):
         end = start + t // parts
         # Later keys of the block cannot be seen from this part: do not even read them.
         near = slice(None, before + end)
 
-        blocks = queries[:, :, :, start:end].reshape(batch, kv_heads, group, -1, rows, dim)
-        blocks = jnp.moveaxis(blocks, 3, 0)
+        def in_blocks(queries, start=start, end=end):
+            blocks = queries[:, :, :, start:end].reshape(batch, kv_heads, group, -1, rows, dim)
+            return jnp.moveaxis(blocks, 3, 0)
+
+        blocks = in_blocks(queries)
+        far_blocks = None if far is None else in_blocks(far.queries)
         block_positions = query_positions[:, start:end].reshape(batch, -1, rows)
 
-        def attend(i, carry, near=near, block_positions=block_positions):
+        def attend(i, carry, near=near, far_blocks=far_blocks, block_positions=block_positions):
             received, blocks = carry
             q, positions = blocks[i], block_positions[:, i]
             seen = visible(positions[:, None], key_positions[..., near], window)
@@ -105,6 +154,8 @@ def attend_block(
             logits = jnp.einsum(
                 "bkgtd,bksd->bkgts", q, keys[:, :, near], preferred_element_type=jnp.float32
             )
+            if far is not None:
+                logits = far.replace(logits, far_blocks[i], positions, key_positions, near)
             # Barriers: one pass writes the logits, one each reads them. Fused into each other,
             # XLA on CPU would compute exponentials several times.
             logits = lax.optimization_barrier(logits * dim**-0.5 + bias)
@@ -117,15 +168,11 @@ def attend_block(
                 values[..., near],
                 preferred_element_type=jnp.float32,
             )
-            if received is not None:
-                real = jnp.where(positions[:, None, None] >= 0, share, 0.0)
-                sums = jnp.einsum(
-                    "bkr,bkrs->bks",
-                    real.reshape(batch, kv_heads, group * rows),
-                    weights.reshape(batch, kv_heads, group * rows, -1),
-                    precision="highest",
-                )
-                received = received.at[..., near].add(sums)
+            found = Rows(logits, weights, share, positions, key_positions[..., near], layer)
+            received = tuple(
+                statistic.add(sums, near, found)
+                for statistic, sums in zip(statistics, received, strict=True)
+            )
             # Outputs take the place of their queries: a loop that collected them would start
             # from zeros, which XLA on CPU allocates for all layers before the first one runs.
             return received, blocks.at[i].set((out * share[..., None]).astype(q.dtype))

@@ -45,6 +45,9 @@ def generate(
     repetition_penalty: Annotated[float | None, typer.Option()] = None,
     seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="ends the text; may be repeated")] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="read the prompt in pieces of so many tokens")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="use the model's chat template")] = False,
     report: Annotated[bool, typer.Option(help="say what was kept and how fast")] = True,
 ) -> None:
@@ -66,6 +69,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
         stop=tuple(stop or ()),
+        prefill_chunk=prefill_chunk,
     )
     result = _print_pieces(pieces)
     if report:
@@ -86,28 +90,29 @@ def chat(
     import jaxkv
 
     params = jaxkv.load(model)
+    session = jaxkv.Session(params, policy=policy, budget=_budget(budget))
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
     }
-    first = {"policy": policy, "budget": _budget(budget)}
     messages = [{"role": "system", "content": system}] if system else []
-    previous, read = None, []
+    read: list[int] = []
     while text := _ask():
         messages.append({"role": "user", "content": text})
         ids = params.tokenizer.chat(messages) if params.tokenizer else []
-        if previous is not None and ids[: len(read)] == read and len(ids) > len(read):
-            pieces = jaxkv.stream(params, ids[len(read) :], after=previous, **options)
+        if session.past is not None and ids[: len(read)] == read and len(ids) > len(read):
+            pieces = session.stream(ids[len(read) :], **options)
         else:
-            if previous is not None:
+            if session.past is not None:
                 out.print("[dim]the chat template changed earlier turns: read anew[/dim]")
-            pieces = jaxkv.stream(params, messages, **first, **options)
-        previous = _print_pieces(pieces)
-        messages.append({"role": "assistant", "content": previous.text})
+                session.rewind(None)
+            pieces = session.stream(messages, **options)
+        answer = _print_pieces(pieces)
+        messages.append({"role": "assistant", "content": answer.text})
         # What the cache has read, and the token that is still to be fed.
-        read = ids + previous.tokens
-        kept, evicted = previous.report.kept[0][0], previous.report.evicted[0][0]
+        read = ids + answer.tokens
+        kept, evicted = answer.report.kept[0][0], answer.report.evicted[0][0]
         out.print(f"[dim]{kept} of {kept + evicted} tokens kept[/dim]")
 
 
@@ -138,9 +143,9 @@ def policies() -> None:
     """List the policies."""
     from jaxkv.policies import registered
 
-    table = Table("name", "keeps", "frees memory", "source", box=None)
+    table = Table("name", "keeps", "frees", "source", box=None)
     for name, policy in registered().items():
-        table.add_row(name, policy.keeps, "yes" if policy.evicts else "no", policy.source)
+        table.add_row(name, policy.keeps, policy.frees, policy.source)
     out.print(table)
 
 

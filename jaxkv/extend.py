@@ -9,12 +9,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import cache as slots
-from jaxkv.attention import attend_block, attend_slots, visible
-from jaxkv.cache import LayerCache
-from jaxkv.policies.base import Policy, Tokens, protect
+from jaxkv import pages, pool
+from jaxkv.attention import Far, attend_block, attend_slots, visible
+from jaxkv.cache import Candidates, LayerCache
+from jaxkv.policies.base import New, Policy, Tokens, protect
 from jaxkv.positions import Rotary
 
 
@@ -53,6 +55,7 @@ def extend(
     index: Int[Array, ""],
     rotary: Rotary | None = None,
     window: int | None = None,
+    output: Float[Array, "embed heads_dim"] | None = None,
 ) -> tuple[Float[Array, "batch t heads dim"], LayerCache]:
     """Attends with new tokens to the cache and to themselves, then lets the policy keep the best.
 
@@ -64,111 +67,299 @@ def extend(
       index: number of this layer, a traced int32 scalar.
       rotary: how queries and keys are rotated; None for models without rotary positions.
       window: the model's own sliding window in tokens, if it has one.
+      output: weight of the output projection, for policies that weigh values by it.
 
     Returns:
-      The attention output, and the layer with at most `layer.budget` tokens per KV head stored.
+      The attention output, and the layer with at most `layer.budget` tokens per KV head stored
+      (more after steps, if the policy drops tokens only when a prompt is read, or in bursts).
 
     """
-    one = queries.shape[1] == 1 and not new.fresh
-    return (_extend_by_one if one else _extend_by_block)(
-        queries, keys, values, layer, new, policy, index, rotary, window
-    )
-
-
-def _extend_by_one(queries, keys, values, layer, new, policy, index, rotary, window):
-    position = new.positions[:, 0]
-    q, k, v = queries[:, 0], keys[:, 0], values[:, 0]
-    rolling = policy.positions == "rolling"
-    if rotary is not None and not rolling:
-        q, k = rotary(q, position[:, None]), rotary(k, position[:, None])
-    layer = slots.write(layer, k, v, position)
-    stored_keys = layer.keys
-    if rotary is not None and rolling:
-        newest = layer.stored() - 1
-        group = q.shape[1] // k.shape[1]
-        q = rotary.at_ranks(q, jnp.repeat(newest, group, 1), layer.slots)
-        stored_keys = rotary.at_ranks(stored_keys, layer.ranks, layer.slots)
-    seen = visible(position[:, None, None], layer.positions, window)[:, :, 0]
-    out, received = attend_slots(
-        q, stored_keys, layer.values, seen, column_sums=policy.needs_scores
-    )
-    if not policy.evicts:
-        return out[:, None], slots.advance(layer, new.added)
-    if received is not None:
-        layer = dataclasses.replace(layer, scores=layer.scores + received)
-    priority = _priority(
-        policy, layer, new, index, layer.positions, layer.scores, layer.keys, layer.values
-    )
-    return out[:, None], slots.free_next(layer, priority)
-
-
-def _extend_by_block(queries, keys, values, layer, new, policy, index, rotary, window):
     batch, t, heads, dim = queries.shape
     kv_heads = keys.shape[2]
-    q = jnp.moveaxis(queries.reshape(batch, t, kv_heads, heads // kv_heads, dim), 1, 3)
-    k = jnp.moveaxis(keys, 1, 2)
-    v = jnp.moveaxis(values, 1, 3)
-    rolling = policy.positions == "rolling"
-    positions = jnp.broadcast_to(new.positions[:, None], (batch, kv_heads, t))
-    if rotary is not None and not rolling:
-        q, k = rotary(q, positions[:, :, None]), rotary(k, positions)
-
-    all_keys, all_values, all_positions = k, v, positions
-    if not new.fresh:
-        all_keys = jnp.concatenate([layer.keys, k], 2)
-        all_values = jnp.concatenate([layer.values, v], 3)
-        all_positions = jnp.concatenate([layer.positions, positions], 2)
-    read_keys = all_keys
-    if rotary is not None and rolling:
-        # Stored tokens sit at their ranks, the block's tokens follow.
-        ranks = layer.stored()[..., None] + jnp.arange(t)
-        q = rotary(q, ranks[:, :, None])
-        read_keys = rotary(
-            all_keys, ranks if new.fresh else jnp.concatenate([layer.ranks, ranks], 2)
-        )
-    out, received = attend_block(
-        q,
-        new.positions,
-        read_keys,
-        all_values,
-        all_positions,
+    grouped = jnp.moveaxis(queries.reshape(batch, t, kv_heads, heads // kv_heads, dim), 1, 3)
+    came = New(
+        queries=grouped,
+        turned=grouped,
+        keys=jnp.moveaxis(keys, 1, 2),
+        values=jnp.moveaxis(values, 1, 3),
+        positions=new.positions,
+        rotary=rotary,
         window=window,
-        column_sums=policy.needs_scores,
-    )
-    out = jnp.moveaxis(out, 3, 1).reshape(batch, t, heads, dim)
-
-    before = 0 if new.fresh else layer.slots
-    old_scores, new_scores = layer.scores, None
-    if received is not None:
-        if not new.fresh:
-            old_scores = layer.scores + received[..., :before]
-        new_scores = received[..., before:]
-        received = jnp.concatenate([old_scores, new_scores], 2) if before else new_scores
-    keep = all_positions >= 0
-    if policy.evicts:
-        priority = _priority(
-            policy, layer, new, index, all_positions, received, all_keys, all_values
-        )
-        keep = slots.keep_best(priority, all_positions, layer.budget)
-    keep_old = keep[..., :before] if before else jnp.zeros_like(layer.positions, bool)
-    layer = dataclasses.replace(layer, scores=old_scores)
-    layer = slots.merge(layer, k, v, positions, new_scores, keep_old, keep[..., before:])
-    # Compress before the next layer starts, else every layer's whole block stays in memory.
-    return jax.lax.optimization_barrier((out, layer))
-
-
-def _priority(policy, layer, new, index, positions, scores, keys, values):
-    newest = (new.length - 1)[:, None, None]
-    tokens = Tokens(
-        positions=positions,
-        scores=scores,
-        newest=newest,
-        budget=layer.budget[..., None],
-        keys=keys,
-        values=values,
+        output=output,
         layer=index,
     )
+    if t == 1 and not new.fresh:
+        out, layer = _extend_by_one(came, layer, new, policy)
+        return out.reshape(batch, 1, heads, dim), layer
+    out, layer = _extend_by_block(came, layer, new, policy)
+    return jnp.moveaxis(out, 3, 1).reshape(batch, t, heads, dim), layer
+
+
+def _extend_by_one(came, layer, new, policy):
+    position = came.positions[:, 0]
+    q, k = _as_stored(came, policy)
+    q, k = q[:, :, :, 0], k[:, :, 0]
+    batch, kv_heads, group, dim = q.shape
+    trait = policy.trait(came)[..., 0] if policy.needs_traits else None
+    layer = slots.write(layer, k, came.values[..., 0], position, trait)
+    q, turned_keys = _turn_one(q, layer, position, policy, came.rotary)
+    came = came._replace(turned=q[:, :, :, None])
+    by_head = layer.by_head()
+    seen = visible(position[:, None, None], by_head, came.window)
+    stored = _rows(layer, by_head)
+    layer, queries = _note_queries(layer, came, new)
+    spread_keys = jnp.broadcast_to(turned_keys, stored.keys.shape)
+    tokens = _tokens(came, new, layer.budget, stored, spread_keys, queries, step=True)
+    if policy.selects == "slots":
+        seen &= policy.select(tokens, q)
+    statistics = policy.collect(step=True)
+    if layer.bounds is not None:
+        layer = pages.note(layer, k, position)
+        out = pages.attend(
+            q,
+            layer,
+            position,
+            most=policy.most_pages(),
+            pages=policy.pages(layer.budget),
+        )
+        received: tuple[Array, ...] = ()
+    else:
+        out, received = attend_slots(
+            q.reshape(batch, kv_heads * group, dim),
+            turned_keys,
+            layer.values,
+            seen,
+            statistics=statistics,
+            query_positions=position,
+            key_positions=by_head,
+            layer=came.layer,
+        )
+    tokens = tokens._replace(received=received)
+    if policy.needs_scores:
+        scores = policy.remember(tokens)
+        tokens = tokens._replace(scores=scores)
+        if layer.starts is not None:
+            scores = jnp.sum(jnp.where(layer.own(), scores, 0.0), 1, keepdims=True)
+        layer = dataclasses.replace(layer, scores=scores)
+
+    if policy.drops == "always":
+        return out, slots.free_next(layer, _priority(policy, tokens))
+    if policy.drops == "never" and layer.starts is None:
+        return out, slots.advance(layer, new.added)
+    if policy.drops == "bursts":
+        full = layer.stored() >= layer.budget + policy.burst
+
+        def cut(layer):
+            keep = slots.keep_best(_priority(policy, tokens), by_head, layer.budget)
+            return slots.drop(layer, keep | ~full[..., None])
+
+        layer = lax.cond(jnp.any(full), cut, lambda layer: layer, layer)
+    return out, slots.next_empty(layer)
+
+
+def _extend_by_block(came, layer, new, policy):
+    rows = layer if layer.starts is None else pool.spread(layer)
+    q, k = _as_stored(came, policy)
+    positions = jnp.broadcast_to(new.positions[:, None], k.shape[:3])
+    block = Candidates(
+        k,
+        came.values,
+        positions,
+        jnp.zeros(positions.shape, jnp.float32) if policy.needs_scores else None,
+        policy.trait(came) if policy.needs_traits else None,
+    )
+    everyone = block if new.fresh else slots.join(slots.candidates(rows), block)
+    q, turned_keys, far = _turn_block(q, everyone, rows, new, policy, came.rotary)
+    if policy.simulates:
+        out = policy.simulate(q, turned_keys, everyone.values, rows.budget)
+        received: tuple[Array, ...] = ()
+    else:
+        out, received = attend_block(
+            q,
+            new.positions,
+            turned_keys,
+            everyone.values,
+            everyone.positions,
+            window=came.window,
+            statistics=policy.collect(step=False),
+            layer=came.layer,
+            far=far,
+        )
+    came = came._replace(turned=q)
+    rows, queries = _note_queries(rows, came, new)
+    tokens = _tokens(came, new, rows.budget, everyone, turned_keys, queries, step=False)
+    tokens = tokens._replace(received=received)
+    if policy.needs_scores:
+        tokens = tokens._replace(scores=policy.remember(tokens))
+        everyone = everyone._replace(scores=tokens.scores)
+    if policy.weighs_layers:
+        weight = jnp.where((new.added > 0)[:, None], policy.weigh(tokens), rows.weight)
+        rows = dataclasses.replace(rows, weight=weight)
+
+    keep, budget = everyone.positions >= 0, rows.budget
+    # Policies that judge a prompt when all of it has been read cut it elsewhere.
+    if policy.evicts and not policy.afterwards:
+        priority = _priority(policy, tokens)
+        if policy.pooled:
+            idle = (new.added == 0)[:, None]
+            shared = policy.allot(priority, everyone.positions, budget)
+            budget = jnp.where(idle, budget, shared)
+        best = slots.keep_best(priority, everyone.positions, budget)
+        # A row that only waits for others keeps what it has.
+        keep = jnp.where((new.added > 0)[:, None, None], best, keep)
+    layer = _store(layer, rows, everyone, keep, budget, new, policy)
+    # Compress before the next layer starts, else every layer's whole block stays in memory.
+    return lax.optimization_barrier((out, layer))
+
+
+def _as_stored(came, policy):
+    """Queries and keys of new tokens as the cache holds keys: rotated to their own positions under
+    "original" ones, as they come under the others.
+    """
+    queries, keys = came.queries, came.keys
+    if came.rotary is None or policy.positions != "original":
+        return queries, keys
+    at = came.positions[:, None]
+    return came.rotary(queries, at[:, :, None]), came.rotary(keys, at)
+
+
+def _turn_one(q, layer, position, policy, rotary):
+    """The query of a step and the stored keys as they meet."""
+    if rotary is None or policy.positions == "original":
+        return q, layer.keys
+    if policy.positions == "rolling":
+        newest = layer.stored()[..., None] - 1
+        return (
+            rotary.at_ranks(q, newest, layer.slots),
+            rotary.at_ranks(layer.keys, layer.ranks, layer.slots),
+        )
+    # Only distances count. Those below the limit are below the number of slots.
+    limit = policy.limit(layer.budget)[..., None]
+    distance = jnp.clip(position[:, None, None] - layer.positions, 0, limit)
+    top = policy.max_distance or layer.slots
+    turned = rotary(q, jnp.full((1, 1, 1), top))
+    return turned, rotary.at_ranks(layer.keys, top - distance, top + 1)
+
+
+def _turn_block(q, everyone, rows, new, policy, rotary):
+    """The queries of a block and all keys as they meet, and how far tokens are seen, if bounded."""
+    if rotary is None or policy.positions == "original":
+        return q, everyone.keys, None
+    t = q.shape[3]
+    if policy.positions == "rolling":
+        # Stored tokens sit at their ranks, the block's tokens follow.
+        ranks = rows.stored()[..., None] + jnp.arange(t)
+        turned = rotary(q, ranks[:, :, None])
+        if not new.fresh:
+            ranks = jnp.concatenate([rows.ranks, ranks], 2)
+        return turned, rotary(everyone.keys, ranks), None
+    # Only distances count; positions are counted from before what the block sees exactly.
+    limit = policy.limit(rows.budget)[..., None]
+    start = (new.length - 1)[:, None, None] - limit - t
+    far = Far(rotary(q, limit[..., None]), everyone.keys, limit)
+    places = jnp.maximum(everyone.positions - start, 0)
+    turned = rotary(q, (new.positions[:, None] - start)[:, :, None])
+    return turned, rotary(everyone.keys, places), far
+
+
+def _store(layer, rows, everyone, keep, budget, new, policy):
+    """Puts the marked tokens into slots."""
+    if layer.starts is not None:
+        ranks = layer.ranks is not None
+        return pool.pack(everyone, keep, budget, layer.slots, ranks=ranks)
+    t = new.positions.shape[1]
+    before = keep.shape[-1] - t
+    keep_old = keep[..., :before] if before else jnp.zeros_like(rows.positions, bool)
+    if before and everyone.scores is not None:
+        rows = dataclasses.replace(rows, scores=everyone.scores[..., :before])
+    keep_new = keep[..., before:] if policy.stores else jnp.zeros_like(keep[..., before:])
+    layer = slots.merge(rows, everyone.last(t), keep_old, keep_new)
+    return layer if layer.bounds is None else pages.note_all(layer)
+
+
+def _rows(layer, by_head):
+    """The stored tokens as each KV head sees them."""
+    stored = slots.candidates(layer)
+    if layer.starts is None:
+        return stored
+    shape = by_head.shape
+
+    def spread(array, *rest):
+        return None if array is None else jnp.broadcast_to(array, (*shape[:2], *rest))
+
+    slots_dim = (shape[2], stored.keys.shape[3])
+    return Candidates(
+        spread(stored.keys, *slots_dim),
+        spread(stored.values, *slots_dim[::-1]),
+        by_head,
+        spread(stored.scores, shape[2]),
+        spread(stored.traits, shape[2]),
+    )
+
+
+def _note_queries(layer, came, new):
+    """Remembers the last queries; gives the layer, and them in the order of their positions."""
+    if layer.queries is None:
+        return layer, None
+    recent = layer.queries.shape[3]
+    # The position that belongs at each place of the ring, and the new token that has it.
+    place = jnp.arange(recent)
+    last = (new.length - 1)[:, None]
+    position = last - (last - place) % recent
+    source = position - (new.length - new.added)[:, None]
+    t = came.turned.shape[3]
+    at = jnp.clip(source, 0, t - 1)[:, None, None, :, None]
+    fresh = (source >= 0)[:, None, None, :, None]
+    ring = jnp.where(fresh, jnp.take_along_axis(came.turned, at, 3), layer.queries)
+    order = (last + 1 + place) % recent
+    queries = jnp.take_along_axis(ring, order[:, None, None, :, None], 3)
+    return dataclasses.replace(layer, queries=ring), queries
+
+
+def _tokens(came, new, budget, everyone, turned_keys, queries, *, step):
+    return Tokens(
+        positions=everyone.positions,
+        scores=everyone.scores,
+        traits=everyone.traits,
+        received=(),
+        newest=(new.length - 1)[:, None, None],
+        budget=budget[..., None],
+        keys=everyone.keys,
+        values=everyone.values,
+        turned_keys=turned_keys,
+        queries=queries,
+        layer=came.layer,
+        step=step,
+        new=came,
+    )
+
+
+def judge(
+    policy: Policy, layer: LayerCache, length: Int[Array, " batch"], index: Int[Array, ""]
+) -> Float[Array, "batch kv_heads slots"]:
+    """The priority of stored tokens when none are new; not for pools."""
+    batch, kv_heads, _, dim = layer.keys.shape
+    none = jnp.zeros((batch, kv_heads, 0, dim), layer.keys.dtype)
+    came = New(
+        queries=none[:, :, None],
+        turned=none[:, :, None],
+        keys=none,
+        values=jnp.swapaxes(none, 2, 3),
+        positions=jnp.zeros((batch, 0), jnp.int32),
+        rotary=None,
+        window=None,
+        output=None,
+        layer=index,
+    )
+    new = NewTokens(came.positions, length, jnp.zeros_like(length), fresh=False)
+    stored = slots.candidates(layer)
+    tokens = _tokens(came, new, layer.budget, stored, stored.keys, None, step=False)
+    return _priority(policy, tokens)
+
+
+def _priority(policy, tokens):
     # Whatever the policy says: the newest token is above all, empty slots are below all.
     limits = jnp.finfo(jnp.float32)
     priority = jnp.clip(policy.priority(tokens), limits.min, limits.max)
-    return protect(positions == newest, priority.astype(jnp.float32))
+    priority = jnp.broadcast_to(priority, tokens.positions.shape).astype(jnp.float32)
+    return protect(tokens.positions == tokens.newest, priority)

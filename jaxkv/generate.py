@@ -14,17 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import loops
-from jaxkv.buckets import pad_rows, prompt_bucket, slot_bucket
-from jaxkv.cache import UNBOUNDED, resize
 from jaxkv.compilation import CompileClock
 from jaxkv.loops import CHUNK, Loop
 from jaxkv.models.config import Config
 from jaxkv.models.params import Params
-from jaxkv.policies.base import Policy, get
+from jaxkv.policies.base import Policy, get_writer
+from jaxkv.prefill import read
 from jaxkv.progress import spinner
 from jaxkv.prompts import to_rows
 from jaxkv.report import Report, make_report
-from jaxkv.room import block_size, check_room
+from jaxkv.room import plan
 from jaxkv.sampling import row_keys, sampling
 from jaxkv.text import GrowingText
 
@@ -32,10 +31,20 @@ from jaxkv.text import GrowingText
 _STREAM_SECONDS = 0.1
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Past:
+    """Where some sequences stand: what `generate` can go on after."""
+
+    policy: Policy
+    config: Config = dataclasses.field(repr=False)
+    #: The cache, and for each sequence a token that it has not read yet.
+    loop: Loop = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation(Past):
     """What `generate` returns. For one prompt `text` is a string and `tokens` a list of ids; for a
-    batch both are lists of these, in the order of the prompts.
+    batch both are lists of these, in the order of the prompts. Give it as `after=` to go on.
     """
 
     #: None for models without a tokenizer.
@@ -45,10 +54,6 @@ class Generation:
     #: Log-probability of each token under the model, if asked for; shaped as `tokens`.
     logprobs: Any
     report: Report
-    policy: Policy
-    config: Config = dataclasses.field(repr=False)
-    #: Where generation stands; give the `Generation` as `after=` to go on.
-    loop: Loop = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
         return self.text if isinstance(self.text, str) else "\n".join(map(str, self.text))
@@ -70,7 +75,8 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop: str | Sequence[str] = (),
     logprobs: bool = False,
-    after: Generation | None = None,
+    prefill_chunk: int | None = None,
+    after: Past | None = None,
 ) -> Generation:
     """Generates text with a compressed cache.
 
@@ -91,6 +97,8 @@ def generate(
         token, so the compiled loop returns each time; special tokens such as "<|im_end|>" cost
         nothing.
       logprobs: also return log-probabilities.
+      prefill_chunk: read prompts in pieces of so many tokens and let the policy drop tokens after
+        each: memory for the budget and one piece is then enough for a prompt of any length.
       after: go on after this generation, with its cache and its policy: the prompt is what
         follows. The earlier generation stays usable.
 
@@ -160,7 +168,8 @@ class _Options:
     repetition_penalty: float | None = None
     seed: int | Sequence[int] = 0
     stop: str | Sequence[str] = ()
-    after: Generation | None = None
+    prefill_chunk: int | None = None
+    after: Past | None = None
 
     def __post_init__(self) -> None:
         whole = isinstance(self.max_new_tokens, int | np.integer)
@@ -175,8 +184,8 @@ class _Options:
     def resolved_policy(self) -> Policy:
         """The policy with its budget; that of `after` if there is one."""
         if self.after is None:
-            return get("full" if self.policy is None else self.policy, self.budget)
-        if not isinstance(self.after, Generation):
+            return get_writer("full" if self.policy is None else self.policy, self.budget)
+        if not isinstance(self.after, Past):
             raise ValueError(f"after must be a jaxkv.Generation, got {self.after!r}")
         same = (None, self.after.policy, self.after.policy.name)
         if self.budget not in (None, self.after.policy.budget) or self.policy not in same:
@@ -220,14 +229,23 @@ class _Run:
             pending = np.asarray(self.after.loop.token).tolist()
             self.rows = [[first, *row] for first, row in zip(pending, self.rows, strict=True)]
             self.seen = np.asarray(self.after.loop.cache.length).tolist()
-        self.budgets = self._budgets()
-        self.block = self._check_positions()
+        self.plan = plan(
+            params,
+            self.policy,
+            self.prompt_tokens,
+            # The last new token is not read.
+            new=max(map(len, self.rows)) + options.max_new_tokens - 1,
+            grow=options.max_new_tokens - 1,
+            seen=self.seen,
+            chunk=options.prefill_chunk,
+            before=None if self.after is None else self.after.loop.cache,
+        )
         eos = () if options.ignore_eos else params.config.eos_ids
         eos += tuple(token for token in special.values() if token is not None)
         self.eos = jnp.array(eos or (-1,), jnp.int32)
         self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
 
-    def _check_after(self, after: Generation) -> None:
+    def _check_after(self, after: Past) -> None:
         if after.config != self.params.config:
             raise ValueError("`after` was generated by another model: its cache does not fit")
         if self.sampling.repetition_penalty is not None and after.loop.used is None:
@@ -239,31 +257,6 @@ class _Run:
             raise ValueError(
                 f"`after` holds {after.loop.token.shape[0]} sequences, got {len(self.rows)} prompts"
             )
-
-    def _budgets(self) -> np.ndarray:
-        """Tokens per KV head, [layer, sequence]."""
-        layers = self.params.config.num_layers
-        if self.after is not None:
-            return np.stack([np.asarray(x.budget)[:, 0] for x in self.after.loop.cache.layers])
-        if not self.policy.evicts:
-            return np.full((layers, len(self.rows)), UNBOUNDED)
-        resolved = [self.policy.resolve(length) for length in self.prompt_tokens]
-        return np.array([self.policy.layer_budgets(budget, layers) for budget in resolved]).T
-
-    def _check_positions(self) -> int:
-        """How many tokens of the prompt are read at once; raises if positions do not suffice."""
-        longest = max(n + len(row) for n, row in zip(self.seen, self.rows, strict=True))
-        block = block_size(self.params, self.policy, max(map(len, self.rows)))
-        # The last new token is not read.
-        total = longest + self.options.max_new_tokens - 1
-        check_room(self.params, self.policy, total, int(self.budgets.max()), block)
-        return block
-
-    def _slots(self) -> tuple[int, ...]:
-        """Slots per layer: the largest budget that can be reached, one free slot, padding."""
-        rows = zip(self.seen, self.rows, strict=True)
-        total = max(n + len(row) for n, row in rows) + self.options.max_new_tokens
-        return tuple(slot_bucket(min(int(b.max()), total) + 1) for b in self.budgets)
 
     def chunks(self, chunk_size: Callable[[float], int]) -> Iterator[None]:
         """Runs; yields whenever there are new tokens. `chunk_size` is told the seconds that a
@@ -282,7 +275,12 @@ class _Run:
             with self._timed("decode"):
                 start, clock = time.perf_counter(), CompileClock()
                 loop, chosen, logprobs = loops.decode(
-                    self.weights, self.loop, self.sampling, self.eos, jnp.int32(steps), self.policy
+                    self.weights,
+                    self.loop,
+                    self.sampling,
+                    self.eos,
+                    jnp.int32(steps),
+                    self.plan.policy,
                 )
                 tokens = np.asarray(chosen)
                 per_token = (time.perf_counter() - start - clock.seconds) / steps
@@ -292,24 +290,8 @@ class _Run:
             yield
 
     def _read_prompt(self) -> tuple[Loop, jax.Array]:
-        params, policy = self.weights, self.policy
-        longest = max(map(len, self.rows))
-        block = min(self.block, prompt_bucket(longest))
-        if self.policy.positions != "rolling":
-            block = prompt_bucket(longest)
-        cache = logits = None
-        if self.after is not None:
-            # Copies, since the loops update in place and `after` must stay usable.
-            cache = jax.tree.map(jnp.copy, resize(self.after.loop.cache, self._slots()))
-            logits = jnp.zeros((len(self.rows), params.config.vocab_size), jnp.float32)
-        for start in range(0, longest, block):
-            tokens, added = pad_rows([row[start : start + block] for row in self.rows], block)
-            if cache is None:
-                logits, cache = loops.read_first(
-                    params, tokens, added, jnp.array(self.budgets), policy, self._slots()
-                )
-            else:
-                logits, cache = loops.read_more(params, logits, cache, tokens, added, policy)
+        before = None if self.after is None else self.after.loop.cache
+        logits, cache = read(self.params, self.plan, self.rows, before)
         return loops.first_token(logits, cache, self.keys, self._used(), self.sampling, self.eos)
 
     def _used(self) -> jax.Array | None:
@@ -347,7 +329,7 @@ class _Run:
             self.loop.cache,
             prompt_tokens=self.prompt_tokens,
             new_tokens=[len(row) for row in self.tokens],
-            budgets=[round(float(b)) for b in self.budgets.mean(0)],
+            budgets=[round(float(b)) for b in self.plan.budgets.mean((0, 2))],
             first_turn=self.after is None,
             seconds=self.seconds,
         )

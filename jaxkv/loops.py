@@ -16,7 +16,17 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.cache import Cache, empty_layer
+from jaxkv import pool
+from jaxkv.cache import (
+    Cache,
+    LayerCache,
+    candidates,
+    empty_layer,
+    keep_best,
+    merge,
+    resize,
+)
+from jaxkv.extend import judge
 from jaxkv.models.base import structure
 from jaxkv.models.params import Params
 from jaxkv.policies.base import Policy
@@ -48,27 +58,41 @@ def empty_cache(params: Params, policy: Policy, budgets: Array, slots: Sequence[
     Args:
       params: the model.
       policy: decides which statistics are kept.
-      budgets: tokens per KV head, int32 `[layers, batch]`.
-      slots: slots per KV head of each layer; more than its largest budget that can be reached.
+      budgets: tokens per KV head, int32 `[layers, batch, kv_heads]` or `[layers, batch]`.
+      slots: slots of each layer: more than its largest budget that can be reached, or in a pool
+        than the largest sum of budgets, one for each head.
 
     """
-    config = params.config
-    batch = budgets.shape[1]
     layers = tuple(
-        empty_layer(
-            jnp.broadcast_to(budget[:, None], (batch, config.num_kv_heads)).astype(jnp.int32),
-            count,
-            config.head_dim,
-            params.dtype,
-            scores=policy.needs_scores,
-            ranks=policy.positions == "rolling",
-        )
-        for budget, count in zip(budgets, slots, strict=True)
+        _empty_layer(params, policy, budget, count, index)
+        for index, (budget, count) in enumerate(zip(budgets, slots, strict=True))
     )
-    return Cache(layers, jnp.zeros((batch,), jnp.int32))
+    return Cache(layers, jnp.zeros((budgets.shape[1],), jnp.int32))
 
 
-def _module(params: Params) -> Any:
+def _empty_layer(
+    params: Params, policy: Policy, budget: Array, slots: int, index: int
+) -> LayerCache:
+    config, recent = params.config, policy.recent_queries
+    if budget.ndim == 1:
+        budget = jnp.broadcast_to(budget[:, None], (budget.shape[0], config.num_kv_heads))
+    return empty_layer(
+        budget.astype(jnp.int32),
+        slots,
+        config.head_dim,
+        params.dtype,
+        scores=policy.needs_scores,
+        traits=policy.needs_traits,
+        ranks=policy.positions == "rolling",
+        weight=policy.weighs_layers,
+        pooled=policy.pooled,
+        page=policy.page_of(index),
+        queries=(config.num_heads // config.num_kv_heads, recent) if recent else None,
+    )
+
+
+def module_of(params: Params) -> Any:
+    """The model as a module, inside a compiled program."""
     return nnx.merge(structure(params.model, params.config)[0], params.state)
 
 
@@ -77,13 +101,13 @@ def read_first(
     params: Params,
     tokens: Int[Array, "batch t"],
     added: Int[Array, " batch"],
-    budgets: Int[Array, "layers batch"],
+    budgets: Int[Array, "layers batch kv_heads"],
     policy: Policy,
     slots: tuple[int, ...],
 ) -> tuple[Float[Array, "batch vocab"], Cache]:
     """Reads the first block of a prompt."""
     cache = empty_cache(params, policy, budgets, slots)
-    return _module(params)(tokens, cache, policy, added=added, fresh=True)
+    return module_of(params)(tokens, cache, policy, added=added, fresh=True)
 
 
 @functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "logits"))
@@ -96,8 +120,74 @@ def read_more(
     policy: Policy,
 ) -> tuple[Float[Array, "batch vocab"], Cache]:
     """Reads a further block; rows without new tokens keep their logits."""
-    new_logits, cache = _module(params)(tokens, cache, policy, added=added)
+    new_logits, cache = module_of(params)(tokens, cache, policy, added=added)
     return jnp.where(added[:, None] > 0, new_logits, logits), cache
+
+
+@functools.partial(jax.jit, static_argnames=("policy",))
+def watch(
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "batch t"],
+    added: Int[Array, " batch"],
+    policy: Policy,
+) -> Cache:
+    """Lets tokens look at the cache without entering it: only scores change.
+
+    `policy` does not store (`Policy.stores`).
+    """
+    _, seen = module_of(params)(tokens, cache, policy, added=added)
+    layers = tuple(
+        dataclasses.replace(layer, scores=other.scores)
+        for layer, other in zip(cache.layers, seen.layers, strict=True)
+    )
+    return Cache(layers, cache.length)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "slots"))
+def compress(
+    params: Params,
+    cache: Cache,
+    budgets: Int[Array, "layers batch kv_heads"],
+    policy: Policy,
+    slots: tuple[int, ...],
+) -> Cache:
+    """A smaller cache with the best tokens of a larger one; the larger one stays as it is."""
+
+    def smaller(index: int, layer: LayerCache) -> LayerCache:
+        rows = layer if layer.starts is None else pool.spread(layer)
+        found = candidates(rows)
+        budget = budgets[index].astype(jnp.int32)
+        # The larger cache was read without a bound; orders may depend on the budget.
+        rows = dataclasses.replace(rows, budget=budget)
+        priority = judge(policy, rows, cache.length, jnp.int32(index))
+        if policy.pooled:
+            budget = policy.allot(priority, found.positions, budget)
+        keep = keep_best(priority, found.positions, budget)
+        rolling = policy.positions == "rolling"
+        if policy.pooled:
+            return pool.pack(found, keep, budget, slots[index], ranks=rolling)
+        new = _empty_layer(params, policy, budget, slots[index], index)
+        return merge(new, found, jnp.zeros(new.positions.shape, bool), keep)
+
+    return Cache(tuple(smaller(i, layer) for i, layer in enumerate(cache.layers)), cache.length)
+
+
+@functools.partial(jax.jit, static_argnames=("slots",))
+def enlarge(cache: Cache, budgets: Int[Array, "layers batch kv_heads"], slots: tuple[int, ...]):
+    """A copy of the cache with at least `slots[i]` slots in layer i, and with these budgets."""
+
+    def larger(layer: LayerCache, budget: Array, wanted: int) -> LayerCache:
+        if layer.starts is None:
+            return dataclasses.replace(resize(layer, wanted), budget=budget)
+        rows = pool.spread(layer)
+        keep = rows.positions >= 0
+        wanted = max(wanted, layer.slots)
+        return pool.pack(candidates(rows), keep, budget, wanted, ranks=layer.ranks is not None)
+
+    # The inputs are not donated, so what comes out are copies.
+    layers = zip(cache.layers, budgets.astype(jnp.int32), slots, strict=True)
+    return Cache(tuple(larger(*each) for each in layers), cache.length)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
@@ -125,7 +215,7 @@ def decode(
     policy: Policy,
 ) -> tuple[Loop, Int[Array, "batch chunk"], Float[Array, "batch chunk"]]:
     """Decodes up to `steps` (<= `CHUNK`) tokens; rows that have ended give -1 and stay as is."""
-    module = _module(params)
+    module = module_of(params)
     batch = loop.token.shape[0]
     tokens = jnp.full((batch, CHUNK), -1, jnp.int32)
     logprobs = jnp.zeros((batch, CHUNK), jnp.float32)
@@ -168,31 +258,42 @@ def score_tokens(
     added: Int[Array, " batch"],
     policy: Policy,
     at_once: bool,
-) -> tuple[Cache, Float[Array, " batch"]]:
-    """Feeds given tokens and sums the log-probabilities of the tokens that follow them.
+) -> tuple[Cache, Float[Array, " batch"], Int[Array, " batch"]]:
+    """Feeds given tokens, sums the log-probabilities of the tokens that follow them, and counts how
+    many of these were the most probable ones, which greedy decoding would have chosen.
 
     The first `added` tokens of a row are real. `at_once` feeds them as one block, instead of one
     after the other as decoding would.
 
     """
-    module = _module(params)
+    module = module_of(params)
 
     def logprob(logits, target):
         chosen = jnp.take_along_axis(logits, target[..., None], -1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, -1)
 
+    def hit(logits, target):
+        return (jnp.argmax(logits, -1) == target).astype(jnp.int32)
+
     if at_once:
-        logits, cache = module(tokens, cache, policy, added=added, logits="all")
+        fresh = policy.simulates
+        logits, cache = module(tokens, cache, policy, added=added, fresh=fresh, logits="all")
         real = jnp.arange(tokens.shape[1]) < added[:, None]
-        return cache, jnp.sum(jnp.where(real, logprob(logits, targets), 0.0), -1)
+        total = jnp.sum(jnp.where(real, logprob(logits, targets), 0.0), -1)
+        return cache, total, jnp.sum(jnp.where(real, hit(logits, targets), 0), -1)
 
     def body(step, carry):
-        cache, total = carry
+        cache, total, hits = carry
         running = step < added
         token = lax.dynamic_slice_in_dim(tokens, step, 1, 1)
         logits, cache = module(token, cache, policy, added=running.astype(jnp.int32))
         target = lax.dynamic_index_in_dim(targets, step, 1, keepdims=False)
-        return cache, total + jnp.where(running, logprob(logits, target), 0.0)
+        total += jnp.where(running, logprob(logits, target), 0.0)
+        return cache, total, hits + jnp.where(running, hit(logits, target), 0)
 
-    total = jnp.zeros(tokens.shape[:1], jnp.float32)
-    return lax.fori_loop(0, jnp.max(added), body, (cache, total))
+    start = (
+        cache,
+        jnp.zeros(tokens.shape[:1], jnp.float32),
+        jnp.zeros(tokens.shape[:1], jnp.int32),
+    )
+    return lax.fori_loop(0, jnp.max(added), body, start)

@@ -6,6 +6,8 @@ Position modes, chosen by the policy:
 - `rolling`: a token is placed at its rank among the tokens still stored (StreamingLLM,
   arXiv 2309.17453). Keys are cached before rotation and rotated whenever they are read, so that
   positions never exceed the number of slots and a stream may go on for ever.
+- `ceiling`: keys are cached before rotation as well; a token is seen at its true distance, but
+  none further away than a policy's `limit` (LM-Infinite, arXiv 2308.16137).
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-POSITION_MODES = ("original", "rolling")
+POSITION_MODES = ("original", "rolling", "ceiling")
 
 
 @dataclasses.dataclass(frozen=True)

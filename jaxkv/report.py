@@ -15,14 +15,14 @@ from jaxkv.policies.base import Policy
 class Report:
     """What happened to the cache, and how long it took.
 
-    Lists have one entry per sequence. Tokens are counted per KV head; heads of a layer keep
-    equally many.
+    Lists have one entry per sequence. Tokens are counted per KV head; where the heads of a layer
+    keep different numbers it is their mean.
     """
 
     policy: str
     prompt_tokens: list[int]
     new_tokens: list[int]
-    #: Resolved budget; None when the policy never evicts.
+    #: Resolved budget (of the heads, on average); None when every token is kept and read.
     budget: list[int | None]
     #: How the budget divides, e.g. `{"heavy": [10], "recent": [10]}`.
     split: dict[str, list[int]]
@@ -30,7 +30,8 @@ class Report:
     kept: list[list[int]]
     #: Tokens dropped on the way, [sequence][layer].
     evicted: list[list[int]]
-    #: Slots allocated per KV head, [layer]: the largest budget, one free slot, and padding.
+    #: Slots allocated per KV head, [layer]: the largest budget, one free slot, and padding. In a
+    #: pool, of all KV heads together.
     slots: list[int]
     #: Bytes of each layer of the live cache, and of all of it.
     layer_bytes: list[int]
@@ -99,18 +100,20 @@ def make_report(
 ) -> Report:
     """Reads a cache and says what is in it."""
     config = params.config
-    # [layer][sequence]: heads keep equally many.
-    stored = np.stack([np.asarray(layer.stored()).max(-1) for layer in cache.layers])
+    # [layer][sequence]
+    stored = np.stack([np.asarray(layer.stored()).mean(-1) for layer in cache.layers])
+    stored = np.round(stored).astype(int)
     seen = np.asarray(cache.length)
     evicted = seen[None] - stored
     layer_bytes = [sum(x.nbytes for x in jax.tree.leaves(layer)) for layer in cache.layers]
     per_token = 2 * config.num_kv_heads * config.head_dim * cache.layers[0].keys.dtype.itemsize
-    splits = [policy.split(budget) for budget in budgets] if policy.evicts else []
+    bounded = policy.evicts or policy.selects != "all"
+    splits = [policy.split(budget) for budget in budgets] if bounded else []
     return Report(
         policy=policy.name or type(policy).__name__,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
-        budget=[budget if policy.evicts else None for budget in budgets],
+        budget=[budget if bounded else None for budget in budgets],
         split={name: [split[name] for split in splits] for name in (splits[0] if splits else {})},
         kept=stored.T.tolist(),
         evicted=evicted.T.tolist(),
@@ -132,6 +135,8 @@ def _notes(
     policy: Policy, budgets: list[int], prompt_tokens: list[int] | None, evicted: np.ndarray
 ) -> list[str]:
     if not policy.evicts:
+        if policy.selects != "all":
+            return [f"{policy.name} keeps every token and reads part of them at each step"]
         unused = policy.budget != type(policy)().budget
         told = f"{policy.name} keeps every token: the budget of {policy.budget} was not used"
         return [told] if unused else []

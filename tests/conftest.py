@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import jax
+import jaxtyping
 import pytest
 
 import jaxkv
@@ -21,6 +22,15 @@ def compiled_quickly():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
+def annotations_unchecked():
+    """Users run without the checks of annotations, which would be the first to complain."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="session")

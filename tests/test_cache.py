@@ -187,10 +187,13 @@ def test_a_block_fills_vacant_slots_in_order_of_age():
     marks = new.astype(np.float32)
     merged = jit(slots.merge)(
         layer,
-        np.repeat(marks[..., None], DIM, 3),
-        np.repeat(marks[:, :, None], DIM, 2),
-        new,
-        marks,
+        slots.Candidates(
+            np.repeat(marks[..., None], DIM, 3),
+            np.repeat(marks[:, :, None], DIM, 2),
+            new,
+            marks,
+            None,
+        ),
         np.array([[[True, False, False, True, False, False]]]),
         np.array([[[True, False, True, True]]]),
     )
@@ -247,13 +250,12 @@ def test_the_best_of_a_block_are_kept(positions, budget, priority, kept):
 
 
 def test_resizing_keeps_everything_and_never_shrinks(history):
-    seen, layer = history[-1]
-    cache = Cache((layer, layer), jnp.asarray(seen))
-    grown = slots.resize(cache, [SLOTS + 3, SLOTS - 3])
-    assert [x.slots for x in grown.layers] == [SLOTS + 3, SLOTS]
-    np.testing.assert_array_equal(grown.length, cache.length)
+    _, layer = history[-1]
+    grown = slots.resize(layer, SLOTS + 3)
+    assert grown.slots == SLOTS + 3
+    assert slots.resize(layer, SLOTS - 3).slots == SLOTS
     for name, axes in LAYER_AXES.items():
-        before, after = getattr(layer, name), getattr(grown.layers[0], name)
+        before, after = getattr(layer, name), getattr(grown, name)
         if before is None:
             assert after is None
             continue
@@ -275,8 +277,22 @@ def test_nbytes_is_the_sum_over_leaves(history):
 
 def test_every_leaf_has_its_axes_named():
     assert list(LAYER_AXES) == [field.name for field in dataclasses.fields(LayerCache)]
-    sizes = {"batch": 3, "kv_heads": 2, "slots": 7, "head_dim": 5}
-    layer = empty_layer(jnp.ones((3, 2), jnp.int32), 7, 5, jnp.float32, scores=True, ranks=True)
+    sizes = {"batch": 3, "kv_heads": 2, "slots": 8, "head_dim": 5, "group": 4, "recent": 6}
+    sizes |= {"pages": 4, "bounds": 2}
+    budget = jnp.ones((3, 2), jnp.int32)
+    layer = empty_layer(
+        budget,
+        8,
+        5,
+        jnp.float32,
+        scores=True,
+        traits=True,
+        ranks=True,
+        weight=True,
+        page=2,
+        queries=(4, 6),
+    )
+    layer = dataclasses.replace(layer, starts=slots.segment_starts(budget, 8))
     for name, axes in LAYER_AXES.items():
         assert getattr(layer, name).shape == tuple(sizes[axis] for axis in axes), name
 

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -13,18 +12,11 @@ from tokenizers.pre_tokenizers import Whitespace
 import jaxkv
 from jaxkv.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("annotations_unchecked")
+
 IDS = [5, 6, 7]
 NAN = float("nan")
 CHAT = [{"role": "user", "content": "a"}]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _annotations_unchecked():
-    """Users run without the checks of annotations, which would be the first to complain."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="session")

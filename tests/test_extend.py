@@ -39,6 +39,7 @@ from jaxkv.cache import empty_layer
 from jaxkv.extend import extend, new_tokens
 from jaxkv.policies import H2O, Full, Heavy, Policy, Random, Streaming, Tokens, Window
 from jaxkv.positions import rotary_frequencies
+from jaxkv.statistics import ColumnSums
 
 DIM = 8
 ROTARY = rotary_frequencies(DIM, 10000.0, None)
@@ -57,11 +58,13 @@ class Equal(Policy):
         return jnp.full(tokens.positions.shape, self.worth, jnp.float32)
 
 
+NOTHING = dict.fromkeys(set(Tokens._fields) - {"positions", "layer"})
+
+
 def everywhere(policy: Policy) -> np.ndarray:
     """The priority of a policy that looks at positions only: [kv_head, position]."""
     positions = jnp.broadcast_to(jnp.arange(64), (1, 2, 64))
-    none = jnp.zeros((1, 2, 0, 0))
-    tokens = Tokens(positions, None, None, None, none, none, jnp.int32(INDEX))
+    tokens = Tokens(positions=positions, layer=jnp.int32(INDEX), **NOTHING)
     return np.asarray(policy.priority(tokens))[0]
 
 
@@ -441,8 +444,9 @@ def test_a_block_cut_into_rows_and_parts_is_attended_whole(monkeypatch, rows, wi
     new = np.stack([new, np.where(new < 15, new, -1)])
     positions = np.concatenate([np.tile(stored, (2, 1)), new], 1)
     # A function of its own, so that nothing traced with other rows is used.
-    attend = jax.jit(lambda *args: attention.attend_block(*args, window=window, column_sums=True))
-    out, received = attend(queries, new, keys, values, positions[:, None])
+    options = {"window": window, "statistics": (ColumnSums(),), "layer": jnp.int32(0)}
+    attend = jax.jit(lambda *args: attention.attend_block(*args, **options))
+    out, (received,) = attend(queries, new, keys, values, positions[:, None])
 
     distance = new[:, :, None] - positions[:, None]
     seen = (positions[:, None] >= 0) & (distance >= 0)

@@ -69,7 +69,8 @@ class Attention(nnx.Module):
         qkv = self.query_key_value(x).reshape(heads)
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]
         rotary = config.rotary_embedding
-        out, layer = extend(q, k, v, layer, new, policy, index=index, rotary=rotary)
+        output = self.dense.weight[...]
+        out, layer = extend(q, k, v, layer, new, policy, index=index, rotary=rotary, output=output)
         return self.dense(out.reshape(x.shape)), layer
 
 

@@ -116,6 +116,7 @@ class Attention(nnx.Module):
             index=index,
             rotary=config.rotary_embedding,
             window=self.window,
+            output=self.o_proj.weight[...],
         )
         return self.o_proj(out.reshape(*x.shape[:2], -1)), layer
 

@@ -70,7 +70,8 @@ class Attention(nnx.Module):
     ) -> tuple[Array, LayerCache]:
         heads = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
         q, k, v = (p(x).reshape(heads) for p in (self.q_proj, self.k_proj, self.v_proj))
-        out, layer = extend(q, k, v, layer, new, policy, index=index)
+        output = self.out_proj.weight[...]
+        out, layer = extend(q, k, v, layer, new, policy, index=index, output=output)
         return self.out_proj(out.reshape(x.shape)), layer
 
 

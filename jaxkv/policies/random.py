@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxkv.policies.base import Policy, Tokens, register
 
@@ -26,11 +26,18 @@ class Random(Policy):
     source: ClassVar[str] = "baseline"
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
-        heads = jnp.arange(tokens.positions.shape[1], dtype=jnp.uint32)[None, :, None]
-        bits = tokens.positions.astype(jnp.uint32)
-        for salt in (heads, tokens.layer.astype(jnp.uint32), jnp.uint32(self.seed % 2**32)):
-            bits = _mix(bits ^ (salt * jnp.uint32(0x9E3779B9)))
-        return (bits >> 8).astype(jnp.float32)
+        return uniform(tokens.positions, tokens.layer, self.seed)
+
+
+def uniform(
+    positions: Int[Array, "batch kv_heads candidates"], layer: Int[Array, ""], seed: int
+) -> Float[Array, "batch kv_heads candidates"]:
+    """A number in [0, 1) for each token, from its position, head, layer and `seed` alone."""
+    heads = jnp.arange(positions.shape[1], dtype=jnp.uint32)[None, :, None]
+    bits = positions.astype(jnp.uint32)
+    for salt in (heads, layer.astype(jnp.uint32), jnp.uint32(seed % 2**32)):
+        bits = _mix(bits ^ (salt * jnp.uint32(0x9E3779B9)))
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def _mix(bits: Array) -> Array:

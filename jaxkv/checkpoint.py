@@ -1,0 +1,97 @@
+"""State on disk, with Orbax: arrays in a folder, and beside them a JSON file that says whose."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxkv.cache import Cache, LayerCache
+
+_ABOUT = "about.json"
+
+
+def save(path: str | os.PathLike[str], state: Any, about: Mapping[str, Any]) -> None:
+    """Writes a pytree of dataclasses, dicts and arrays, and what it is.
+
+    Raises:
+      ValueError: the folder exists.
+
+    """
+    # Half a second to import, and only those who save need it.
+    import orbax.checkpoint as ocp
+
+    folder = Path(path).absolute()
+    if folder.exists():
+        raise ValueError(f"{os.fspath(path)} exists already: choose another folder or remove it")
+    tree = _to_dicts(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "arrays", tree)
+    shapes = jax.tree.map(lambda x: {"shape": list(x.shape), "dtype": str(x.dtype)}, tree)
+    content = {**about, "arrays": shapes}
+    # Last: a folder with this file is complete.
+    (folder / _ABOUT).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def read_about(path: str | os.PathLike[str], kind: str, newest_format: int) -> dict[str, Any]:
+    """What a folder holds.
+
+    Raises:
+      ValueError: it does not exist, is incomplete, or holds something else.
+
+    """
+    file = Path(path) / _ABOUT
+    if not file.is_file():
+        raise ValueError(f"{os.fspath(path)} holds no saved {kind}: there is no {file.name} in it")
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if about.get("kind") != kind:
+        raise ValueError(f"{os.fspath(path)} holds a {about.get('kind')}, not a {kind}")
+    if about.get("format", 0) > newest_format:
+        raise ValueError(
+            f"{os.fspath(path)} was written by a newer jaxkv (format {about['format']}, this one "
+            f"reads up to {newest_format})"
+        )
+    return about
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arrays of a folder, as nested dicts."""
+    import orbax.checkpoint as ocp
+
+    folder = Path(path).absolute()
+    about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def abstract(tree: Any) -> Any:
+        if set(tree) == {"shape", "dtype"} and isinstance(tree["shape"], list):
+            return jax.ShapeDtypeStruct(tree["shape"], tree["dtype"], sharding=place)
+        return {name: abstract(value) for name, value in tree.items()}
+
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(folder / "arrays", abstract(about["arrays"]))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{os.fspath(path)} is damaged: {error}") from error
+
+
+def cache_of(state: Mapping[str, Any]) -> Cache:
+    """A cache from the nested dicts of `load`."""
+    layers = [state["layers"][str(i)] for i in range(len(state["layers"]))]
+    missing = dict.fromkeys(("scores", "ranks"))
+    return Cache(tuple(LayerCache(**{**missing, **layer}) for layer in layers), state["length"])
+
+
+def _to_dicts(tree: Any) -> Any:
+    """Dataclasses and tuples as dicts, without what is None."""
+    if isinstance(tree, tuple):
+        return {str(i): _to_dicts(value) for i, value in enumerate(tree)}
+    fields = tree if isinstance(tree, Mapping) else getattr(tree, "__dataclass_fields__", None)
+    if fields is None:
+        return tree
+    values = {n: tree[n] if isinstance(tree, Mapping) else getattr(tree, n) for n in fields}
+    return {name: _to_dicts(value) for name, value in values.items() if value is not None}
