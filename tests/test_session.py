@@ -112,7 +112,7 @@ def test_what_cannot_be(shallow, small, context, tmp_path):
         session.ask("one")
     with pytest.raises(TypeError, match="budget belongs to the session"):
         session.generate("x", budget=3)
-    with pytest.raises(ValueError, match=r"budget=16.*budget=8"):
+    with pytest.raises(ValueError, match=r"H2O\(budget=16\).*H2O\(budget=8\)"):
         Session(shallow, policy=H2O(8)).rewind(session.past)
     with pytest.raises(ValueError, match="another model"):
         Session(small, policy=H2O(16)).rewind(session.past)

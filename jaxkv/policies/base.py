@@ -144,6 +144,8 @@ class Policy:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "__repr__" not in cls.__dict__:
+            cls.__repr__ = Policy.__repr__  # type: ignore[method-assign]
         mode = cls.__dict__.get("positions")
         if isinstance(mode, str):
             # `positions = "rolling"` in a class body, annotated or not, is the field's default.
@@ -162,6 +164,17 @@ class Policy:
             self.resolve(0)
         if self.positions == "ceiling" and type(self).limit is Policy.limit:
             raise ValueError(f"positions='ceiling' is for policies with a limit, not {self!r}")
+
+    def __repr__(self) -> str:
+        """The budget, and what differs from the defaults."""
+        shown = []
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            if field.name == "budget" or value != default:
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
         """What each candidate is worth, as float32: higher is kept, `jnp.inf` is protected."""

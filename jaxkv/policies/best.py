@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.policies.base import Policy, Tokens, protect, register
 
+LEVELS = ("heads", "layers")
 Profile = tuple[tuple[float, ...], ...]
 
 
@@ -41,12 +42,16 @@ class Best(Policy):
     Attributes:
       budget: tokens per KV head, on average over heads and layers.
       recent: share of the newest tokens in a head's budget.
+      level: "heads" or "layers": who has a share of its own. With "layers" the heads of a layer
+        share alike: less is gained, and a decode step costs what H2O's does (heads that differ lie
+        in one pool of slots, see `jaxkv.pool`, which costs a fifth more on CPU).
       profile: relative budgets, one row per layer, one number per KV head; their mean is 1. None
         takes the model's own, if the package has it.
 
     """
 
     recent: float = 0.5
+    level: str = "heads"
     profile: Sequence[Sequence[float]] | None = None
 
     name: ClassVar[str] = "best"
@@ -57,13 +62,15 @@ class Best(Policy):
     def __post_init__(self) -> None:
         if not 0 <= self.recent <= 1:
             raise ValueError(f"recent must be a share in [0, 1], got {self.recent!r}")
+        if self.level not in LEVELS:
+            raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {self.level!r}")
         if self.profile is not None:
             object.__setattr__(self, "profile", _checked(self.profile))
         super().__post_init__()
 
     @property
     def pooled(self) -> bool:  # type: ignore[override]
-        return self.profile is not None
+        return self.profile is not None and self.level == "heads"
 
     def prepare(self, params: Any) -> Policy:
         if self.profile is not None:
@@ -80,6 +87,11 @@ class Best(Policy):
                 f"the profile is for {profile.shape[0]} layers of {profile.shape[1]} KV heads, the "
                 f"model has {num_layers} layers of {kv_heads}"
             )
+        if self.level == "layers":
+            # Shares are roots of errors, and it is errors that add up.
+            layer = np.sqrt(np.mean(profile**2, 1, keepdims=True))
+            sizes = share_out(layer, budget)
+            return np.repeat(sizes, kv_heads, 1)
         return share_out(profile, budget)
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:

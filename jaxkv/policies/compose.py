@@ -113,10 +113,8 @@ class Compose(Policy):
     source: ClassVar[str] = "composition"
 
     def __post_init__(self) -> None:
-        for given in (self.prompt, self.decode):
-            part: Any = given
-            if not isinstance(part, Policy):
-                raise ValueError(f"prompt and decode must be policies, got {part!r}")
+        for part in (self.prompt, self.decode):
+            _check_policy(part)
         if not self.prompt.evicts:
             raise ValueError(
                 f"the prompt's policy drops nothing, use decode's alone: {self.prompt!r}"
@@ -258,3 +256,9 @@ class Compose(Policy):
 
     def split(self, budget: int) -> dict[str, int]:
         return self.prompt.split(budget)
+
+
+def _check_policy(part: object) -> None:
+    """Raises `ValueError` unless `part` is a policy."""
+    if not isinstance(part, Policy):
+        raise ValueError(f"prompt and decode must be policies, got {part!r}")
