@@ -119,7 +119,8 @@ class Compose(Policy):
             raise ValueError(
                 f"the prompt's policy drops nothing, use decode's alone: {self.prompt!r}"
             )
-        if self.budget is None:
+        given: Any = self.budget
+        if given is None:
             own = self.decode.budget
             free = not self.decode.evicts or own == type(self.decode)().budget
             if not free and own != self.prompt.budget:
