@@ -140,13 +140,15 @@ def perplexity(
 
 @app.command()
 def policies() -> None:
-    """List the policies."""
+    """List the policies, one line each: name, what it keeps, what memory it frees, source."""
     from jaxkv.policies import registered
 
-    table = Table("name", "keeps", "frees", "source", box=None)
-    for name, policy in registered().items():
-        table.add_row(name, policy.keeps, policy.frees, policy.source)
-    out.print(table)
+    rows = [("name", "keeps", "frees", "source")]
+    rows += [(name, p.keeps, p.frees, p.source) for name, p in registered().items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        out.print("  ".join(cells).rstrip(), soft_wrap=True, markup=False)
 
 
 @app.command()

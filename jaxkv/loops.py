@@ -185,7 +185,9 @@ def enlarge(cache: Cache, budgets: Int[Array, "layers batch kv_heads"], slots: t
         wanted = max(wanted, layer.slots)
         return pool.pack(candidates(rows), keep, budget, wanted, ranks=layer.ranks is not None)
 
-    # The inputs are not donated, so what comes out are copies.
+    # Copies, also of what does not change: arrays that come out as they went in would be the same
+    # ones, and the loops that follow give theirs away.
+    cache = jax.tree.map(jnp.copy, cache)
     layers = zip(cache.layers, budgets.astype(jnp.int32), slots, strict=True)
     return Cache(tuple(larger(*each) for each in layers), cache.length)
 

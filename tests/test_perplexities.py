@@ -50,3 +50,11 @@ def test_accuracy_is_the_share_of_greedy_choices(shallow, story):
 def test_texts_scored_whole_have_one_length(shallow, story):
     with pytest.raises(ValueError, match="same number of tokens, got 8 and 10"):
         perplexities(shallow, [story[:8], story[:10]], policy=jaxkv.H2O(mode="lm_eval"))
+
+
+def test_what_follows_a_judged_prompt_is_stored_whole_in_blocks_as_well(small):
+    text, policy = [5 + i % 50 for i in range(0, 240, 3)], jaxkv.KVzip(16, level="uniform")
+    one, blocks = (
+        jaxkv.perplexity(small, text, policy=policy, prompt=32, block=block) for block in (1, 16)
+    )
+    assert blocks == pytest.approx(one, rel=1e-4)

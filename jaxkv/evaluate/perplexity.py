@@ -94,7 +94,8 @@ def perplexities(
     weights, start = params.weights(), max(prompt - 1, 0)
     if chosen.simulates:
         block = total
-    grow = (total - start) if block == 1 else 0
+    # Policies that judge a prompt never cut what comes after it.
+    grow = (total - start) if block == 1 or chosen.afterwards else 0
     chunk = None if start else max(block, 2)
     planned, alone = _plan_all(params, policies, rows, prompt, grow, chunk)
     chosen, rows = planned.policy, rows * len(policies)

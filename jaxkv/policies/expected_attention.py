@@ -35,7 +35,7 @@ class ExpectedAttention(Policy):
 
     name: ClassVar[str] = "expected_attention"
     keeps: ClassVar[str] = "what queries to come are expected to look at"
-    frees: ClassVar[str] = "the prompt but the budget; grows while decoding"
+    frees: ClassVar[str] = "of a prompt all but the budget"
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
     drops: ClassVar[Literal["prompt"]] = "prompt"
 

@@ -37,7 +37,7 @@ class AdaKV(Wrapper):
 
     name: ClassVar[str] = "adakv"
     keeps: ClassVar[str] = "the best tokens of all heads of a layer together"
-    frees: ClassVar[str] = "as what it wraps; heads share a pool of slots"
+    frees: ClassVar[str] = "as what it wraps"
     source: ClassVar[str] = "AdaKV, arXiv 2407.11550"
 
     def __post_init__(self) -> None:

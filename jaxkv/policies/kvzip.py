@@ -51,7 +51,7 @@ class KVzip(Policy):
 
     name: ClassVar[str] = "kvzip"
     keeps: ClassVar[str] = "what the model needs to repeat the prompt"
-    frees: ClassVar[str] = "the prompt but the budget; grows while decoding"
+    frees: ClassVar[str] = "of a prompt all but the budget"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416"
     drops: ClassVar[Literal["prompt"]] = "prompt"
     needs_scores: ClassVar[bool] = True
@@ -168,7 +168,7 @@ class Surrogate:
 
     #: Features are the keys before rotation and the values of all heads, and a constant.
     weights: Float[np.ndarray, "layers features kv_heads"]
-    #: Share of the variance of the log scores that it explains on texts that it was fitted to.
+    #: Share of the variance of the log scores that a first fit explained on texts left out of it.
     explained: float = float("nan")
 
     def __post_init__(self) -> None:

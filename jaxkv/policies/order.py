@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from jaxkv.attention import visible
 from jaxkv.policies.base import Tokens
 
 _BIG = jnp.iinfo(jnp.int32).max
@@ -76,18 +77,8 @@ def attention(
     )
     if over_group:
         logits = jnp.max(logits, 2, keepdims=True)
-    seen = _visible(query_positions, key_positions, tokens.new.window)[:, :, None]
+    seen = visible(query_positions, key_positions, tokens.new.window)[:, :, None]
     logits = jnp.where(seen, logits * queries.shape[-1] ** -0.5, -jnp.inf)
     highest = jnp.max(logits, -1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(highest), highest, 0.0))
     return weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-30)
-
-
-def _visible(
-    queries: Int[Array, "batch #kv_heads count"],
-    keys: Int[Array, "batch kv_heads candidates"],
-    window: int | None,
-) -> Bool[Array, "batch kv_heads count candidates"]:
-    query, key = queries[..., :, None], keys[..., None, :]
-    seen = (key >= 0) & (key <= query)
-    return seen if window is None else seen & (query - key < window)

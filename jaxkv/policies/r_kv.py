@@ -41,7 +41,7 @@ class RKV(Policy):
 
     name: ClassVar[str] = "r_kv"
     keeps: ClassVar[str] = "what matters and is not repeated later"
-    frees: ClassVar[str] = "all but the budget and a burst of new tokens"
+    frees: ClassVar[str] = "all but the budget and a burst"
     source: ClassVar[str] = "R-KV, arXiv 2505.24133"
     drops: ClassVar[Literal["bursts"]] = "bursts"
 

@@ -35,7 +35,7 @@ class SnapKV(Policy):
 
     name: ClassVar[str] = "snapkv"
     keeps: ClassVar[str] = "what the end of the prompt looks at"
-    frees: ClassVar[str] = "the prompt but the budget; grows while decoding"
+    frees: ClassVar[str] = "of a prompt all but the budget"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
     drops: ClassVar[Literal["prompt"]] = "prompt"
 
