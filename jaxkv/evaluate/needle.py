@@ -140,7 +140,7 @@ def needle_grid(
             "give a longer text"
         )
     rng = np.random.default_rng(seed)
-    # Parts of the text in units of the longest length: shorter contexts begin at the same places.
+    # Contexts of all lengths begin at the same places of the text.
     offsets = rng.integers(0, len(straw) - max(lengths) + 1, needles)
     console = Console(stderr=True)
     tries = track(
