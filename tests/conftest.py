@@ -2,6 +2,7 @@
 that fails or a dtype that is truncated is one too."""
 
 import dataclasses
+import gc
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,14 @@ import pytest
 import jaxkv
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_dropped():
+    """Thousands of compiled programs in one process would exceed the mappings Linux allows."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
