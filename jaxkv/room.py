@@ -14,6 +14,8 @@ from jaxkv.policies.base import Policy, registered
 
 #: Where positions depend on the cache, prompts are read in blocks of at most so many tokens.
 _ROLLING_BLOCK = 512
+#: A length of which any fraction is enough for any policy.
+_LONG = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +76,10 @@ def plan(
     layers, kv_heads = config.num_layers, config.num_kv_heads
     total = max(seen or [0]) + new
     block = block_size(params, policy, max(new - grow, 1), chunk)
-    budgets = np.stack([policy.budgets(length, layers, kv_heads) for length in prompts], 1).astype(
-        np.int64
-    )
+    # Fractions are of the first prompt; later only which heads keep everything is of interest.
+    lengths = prompts if before is None else [_LONG] * len(prompts)
+    budgets = np.stack([policy.budgets(length, layers, kv_heads) for length in lengths], 1)
+    budgets = budgets.astype(np.int64)
     unbounded = budgets >= UNBOUNDED
     if before is not None:
         old = np.stack([np.asarray(layer.budget) for layer in before.layers])

@@ -56,6 +56,13 @@ def test_questions_are_branches_and_leave_the_session_where_it_is(session):
         np.testing.assert_array_equal(new, old)
 
 
+def test_a_fraction_is_of_the_first_text(shallow, context):
+    session = Session(shallow, policy=SnapKV(0.5, window=4)).read(context)
+    assert session.tokens_kept == 20
+    out = session.ask([[7, 8, 9]], **OPTIONS)  # 0.5 of three tokens would be too few
+    assert out.report.budget == [20]
+
+
 def test_a_rewound_session_says_the_same_again(session):
     place = session.past
     first = session.generate([7, 8, 9], **OPTIONS)
