@@ -81,25 +81,34 @@ def attend_slots(
     batch, heads, dim = queries.shape
     kv_heads, slots, rows = seen.shape[1], seen.shape[3], keys.shape[1]
     by_head = (batch, kv_heads, heads // kv_heads, slots)
-    if rows != kv_heads:
-        seen = jnp.broadcast_to(seen, by_head).reshape(batch, rows, -1, slots)
+    by_row = (batch, rows, heads // rows, slots)
     grouped = queries.reshape(batch, rows, heads // rows, dim)
     logits = jnp.einsum("bksd,bkgd->bksg", keys, grouped, preferred_element_type=jnp.float32)
     # Slots last from here: what follows runs along them.
-    logits = jnp.swapaxes(lax.optimization_barrier(logits), 2, 3)
+    logits = jnp.swapaxes(lax.optimization_barrier(logits), 2, 3).reshape(by_head)
     logits = jnp.where(seen, logits * dim**-0.5, _MASKED)
     highest = jnp.max(logits, 3)
-    weights = lax.optimization_barrier(jnp.exp(logits - highest[..., None]))
+    if rows == kv_heads:
+        weights = lax.optimization_barrier(jnp.exp(logits - highest[..., None]))
+    else:
+        # A slot of a pool is seen by one KV head: one exponential per slot, not one per head.
+        own = jnp.max(logits, 1)
+        top = jnp.sum(jnp.where(seen, highest[..., None], 0.0), 1)
+        weight = lax.optimization_barrier(jnp.exp(own - top))
+        weights = lax.optimization_barrier(jnp.where(seen, weight[:, None], 0.0))
     # A row that has ended sees nothing and gives nothing.
     share = jnp.where(highest > _MASKED, 1 / jnp.sum(weights, 3), 0.0)
     out = jnp.einsum(
-        "bkds,bkgs->bkdg", values, weights.astype(values.dtype), preferred_element_type=jnp.float32
+        "bkds,bkgs->bkdg",
+        values,
+        weights.astype(values.dtype).reshape(by_row),
+        preferred_element_type=jnp.float32,
     )
-    out = jnp.swapaxes(out * share[:, :, None, :], 2, 3).reshape(batch, heads, dim)
+    out = jnp.swapaxes(out * share.reshape(batch, rows, 1, -1), 2, 3).reshape(batch, heads, dim)
     found = Rows(
-        logits=logits.reshape(by_head)[:, :, :, None],
-        weights=weights.reshape(by_head)[:, :, :, None],
-        share=share.reshape(by_head[:3])[..., None],
+        logits=logits[:, :, :, None],
+        weights=weights[:, :, :, None],
+        share=share[..., None],
         query_positions=query_positions[:, None],
         key_positions=key_positions,
         layer=layer,

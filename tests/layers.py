@@ -27,14 +27,16 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}
 OUTPUT = np.random.default_rng(99).normal(size=(6, HEADS * DIM)).astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "slots"), compiler_options=FAST_COMPILE)
-def first(queries, keys, values, budgets, added, policy, slots):
+@functools.partial(
+    jax.jit, static_argnames=("policy", "slots", "rotary"), compiler_options=FAST_COMPILE
+)
+def first(queries, keys, values, budgets, added, policy, slots, rotary=ROTARY, output=OUTPUT):
     """The first block, into an empty layer."""
-    recent = policy.recent_queries
+    recent, heads, kv_heads, dim = policy.recent_queries, queries.shape[2], *keys.shape[2:]
     layer = empty_layer(
         budgets,
         slots,
-        DIM,
+        dim,
         keys.dtype,
         scores=policy.needs_scores,
         traits=policy.needs_traits,
@@ -42,20 +44,20 @@ def first(queries, keys, values, budgets, added, policy, slots):
         weight=policy.weighs_layers,
         pooled=policy.pooled,
         page=policy.page_of(INDEX),
-        queries=(GROUP, recent) if recent else None,
+        queries=(heads // kv_heads, recent) if recent else None,
     )
     new = new_tokens(jnp.zeros_like(added), added, keys.shape[1], fresh=True)
-    return _extend(queries, keys, values, layer, new, policy)
+    return _extend(queries, keys, values, layer, new, policy, rotary, output)
 
 
-@functools.partial(jax.jit, static_argnames=("policy",), compiler_options=FAST_COMPILE)
-def more(queries, keys, values, layer, seen, added, policy):
+@functools.partial(jax.jit, static_argnames=("policy", "rotary"), compiler_options=FAST_COMPILE)
+def more(queries, keys, values, layer, seen, added, policy, rotary=ROTARY, output=OUTPUT):
     """A later block or, if it is one token wide, a step."""
     new = new_tokens(seen, added, keys.shape[1], fresh=False)
-    return _extend(queries, keys, values, layer, new, policy)
+    return _extend(queries, keys, values, layer, new, policy, rotary, output)
 
 
-def _extend(queries, keys, values, layer, new, policy):
+def _extend(queries, keys, values, layer, new, policy, rotary, output):
     return extend(
         queries,
         keys,
@@ -64,8 +66,8 @@ def _extend(queries, keys, values, layer, new, policy):
         new,
         policy,
         index=jnp.int32(INDEX),
-        rotary=ROTARY,
-        output=jnp.asarray(OUTPUT),
+        rotary=rotary,
+        output=jnp.asarray(output),
     )
 
 
@@ -86,23 +88,25 @@ def padded(arrays, seen, added, width, padding=PADDING):
     return blocks
 
 
-def play(policy, arrays, budgets, slots, schedule, padding=PADDING):
+def play(
+    policy, arrays, budgets, slots, schedule, padding=PADDING, *, rotary=ROTARY, output=OUTPUT
+):
     """Runs blocks, given as (width, added): yields the output and the layer after each.
 
     `budgets` are those of the rows, or of every KV head of every row.
     """
     budgets = np.asarray(budgets, np.int32)
     if budgets.ndim == 1:
-        budgets = np.repeat(budgets[:, None], KV_HEADS, 1)
-    seen = np.zeros(BATCH, np.int32)
+        budgets = np.repeat(budgets[:, None], arrays[1].shape[2], 1)
+    seen = np.zeros(len(budgets), np.int32)
     layer = None
     for width, added in schedule:
         added = np.array(added, np.int32)
         block = padded(arrays, seen, added, width, padding)
         if layer is None:
-            out, layer = first(*block, budgets, added, policy, slots)
+            out, layer = first(*block, budgets, added, policy, slots, rotary, output)
         else:
-            out, layer = more(*block, layer, seen, added, policy)
+            out, layer = more(*block, layer, seen, added, policy, rotary, output)
         seen = seen + added
         yield np.asarray(out), layer
 

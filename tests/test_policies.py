@@ -48,6 +48,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,6 +74,7 @@ from layers import (
 
 from jaxkv import loops
 from jaxkv.cache import UNBOUNDED, Cache, LayerCache
+from jaxkv.models import llama
 from jaxkv.policies import (
     CAKE,
     H2O,
@@ -400,7 +402,7 @@ def count(schedule, row):
     return sum(added[row] for _, added in schedule)
 
 
-def trace(case, arrays, row, budget, schedule):
+def trace(case, arrays, row, budget, schedule, output=OUTPUT, theta=10000.0):
     """The rule's run of one row."""
     parts = [(width, added[row]) for width, added in schedule if added[row]]
     n = count(schedule, row)
@@ -411,7 +413,8 @@ def trace(case, arrays, row, budget, schedule):
         [added for _, added in parts],
         budget,
         options=case.options(budget),
-        output=OUTPUT,
+        output=output,
+        theta=theta,
         layer=INDEX,
         positions=policy.positions,
         drops=policy.drops,
@@ -912,6 +915,54 @@ def test_kvzip_keeps_the_sinks(small):
         [0, 1, 2, 3],
         [0, 1, 5, 6],
     ]
+
+
+# ------------------------------------------------------------------------------- real prompts
+
+#: What depends on a random number or a weight for each of two KV heads stays with random texts.
+REAL = [
+    case
+    for case, played in CASES.items()
+    if played.rule is not None and case not in ("random", "keyformer", "kvzap", "duo_attention")
+]
+
+
+@pytest.fixture(scope="module")
+def real(shallow, story):
+    """Queries, keys and values that SmolLM2's second layer computes for two parts of a story, its
+    rotary embedding and its output projection.
+    """
+    found = []
+
+    def note(queries, keys, values, *rest, **options):
+        found.append((queries, keys, values, options))
+        return extend(queries, keys, values, *rest, **options)
+
+    extend, tokens = llama.extend, jnp.array([story[:60], story[200:260]])
+    budgets = jnp.full((2, 2), UNBOUNDED)
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        patch.setattr(llama, "extend", note)
+        cache = loops.empty_cache(shallow, Full(), budgets, (61, 61))
+        loops.module_of(shallow)(tokens, cache, Full(), fresh=True)
+    *arrays, options = found[1]
+    return [np.asarray(x) for x in arrays], options["rotary"], np.asarray(options["output"])
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_of_real_prompts_the_same_tokens_stay(case, real):
+    arrays, rotary, output = real
+    played, budgets = CASES[case], [16, 11]
+    schedule = [(56, (56, 33)), *[(1, (1, 1))] * 4]
+    kv_heads = arrays[1].shape[2]
+    slots = kv_heads * (max(budgets) + 5) if played.policy.pooled else 61
+    history = list(
+        play(played.policy, arrays, budgets, slots, schedule, rotary=rotary, output=output)
+    )
+    for row, budget in enumerate(budgets):
+        theta = rotary.frequencies[1] ** -len(rotary.frequencies)
+        want = trace(played, arrays, row, budget, schedule, output, theta)
+        for (_, layer), kept_by_rule in zip(history, want.kept, strict=True):
+            assert kept(layer, row) == kept_by_rule
 
 
 # ------------------------------------------------------------------------ what H2O's theory says
