@@ -81,37 +81,29 @@ def attend_slots(
     batch, heads, dim = queries.shape
     kv_heads, slots, rows = seen.shape[1], seen.shape[3], keys.shape[1]
     by_head = (batch, kv_heads, heads // kv_heads, slots)
-    by_row = (batch, rows, heads // rows, slots)
+    if rows != kv_heads:
+        seen = jnp.broadcast_to(seen, by_head).reshape(batch, rows, -1, slots)
     grouped = queries.reshape(batch, rows, heads // rows, dim)
     logits = jnp.einsum("bksd,bkgd->bksg", keys, grouped, preferred_element_type=jnp.float32)
     # Slots last from here: what follows runs along them.
-    logits = jnp.swapaxes(lax.optimization_barrier(logits), 2, 3).reshape(by_head)
+    logits = jnp.swapaxes(lax.optimization_barrier(logits), 2, 3)
     logits = jnp.where(seen, logits * dim**-0.5, _MASKED)
     highest = jnp.max(logits, 3)
-    if rows == kv_heads:
-        weights = lax.optimization_barrier(jnp.exp(logits - highest[..., None]))
-    else:
-        # A slot of a pool is seen by one KV head: one exponential per slot, not one per head.
-        own = jnp.max(logits, 1)
-        top = jnp.sum(jnp.where(seen, highest[..., None], 0.0), 1)
-        weight = lax.optimization_barrier(jnp.exp(own - top))
-        weights = lax.optimization_barrier(jnp.where(seen, weight[:, None], 0.0))
+    weights = lax.optimization_barrier(jnp.exp(logits - highest[..., None]))
     # A row that has ended sees nothing and gives nothing.
     share = jnp.where(highest > _MASKED, 1 / jnp.sum(weights, 3), 0.0)
     out = jnp.einsum(
-        "bkds,bkgs->bkdg",
-        values,
-        weights.astype(values.dtype).reshape(by_row),
-        preferred_element_type=jnp.float32,
+        "bkds,bkgs->bkdg", values, weights.astype(values.dtype), preferred_element_type=jnp.float32
     )
-    out = jnp.swapaxes(out * share.reshape(batch, rows, 1, -1), 2, 3).reshape(batch, heads, dim)
+    out = jnp.swapaxes(out * share[:, :, None, :], 2, 3).reshape(batch, heads, dim)
     found = Rows(
-        logits=logits[:, :, :, None],
-        weights=weights[:, :, :, None],
-        share=share[..., None],
+        logits=logits.reshape(by_head)[:, :, :, None],
+        weights=weights.reshape(by_head)[:, :, :, None],
+        share=share.reshape(by_head[:3])[..., None],
         query_positions=query_positions[:, None],
         key_positions=key_positions,
         layer=layer,
+        newest=query_positions,
     )
     return out.astype(queries.dtype), tuple(statistic.of(found) for statistic in statistics)
 
@@ -138,6 +130,7 @@ def attend_block(
     """
     batch, kv_heads, group, t, dim = queries.shape
     before = keys.shape[2] - t
+    newest = jnp.max(query_positions, 1)
     rows = _rows_at_once(batch * kv_heads * group * keys.shape[2], t)
     parts = _CAUSAL_PARTS if t % (rows * _CAUSAL_PARTS) == 0 else 1
     received = tuple(jnp.zeros(key_positions.shape, jnp.float32) for _ in statistics)
@@ -177,7 +170,7 @@ def attend_block(
                 values[..., near],
                 preferred_element_type=jnp.float32,
             )
-            found = Rows(logits, weights, share, positions, key_positions[..., near], layer)
+            found = Rows(logits, weights, share, positions, key_positions[..., near], layer, newest)
             received = tuple(
                 statistic.add(sums, near, found)
                 for statistic, sums in zip(statistics, received, strict=True)

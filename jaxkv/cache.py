@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.pallas_kernels.gather import gather
+
 _BIG = jnp.iinfo(jnp.int32).max
 #: The budget of policies that never evict.
 UNBOUNDED = 2**30
@@ -166,31 +168,28 @@ def segment_starts(
     return (jnp.cumsum(size, -1) - size).astype(jnp.int32)
 
 
-def write(
+def note(
     layer: LayerCache,
-    key: Float[Array, "batch kv_heads dim"],
-    value: Float[Array, "batch kv_heads dim"],
     position: Int[Array, " batch"],
     trait: Float[Array, "batch kv_heads"] | None = None,
 ) -> LayerCache:
-    """Puts one new token per sequence into the free slots; position -1 leaves them empty."""
+    """Gives the free slots to one new token per sequence: all but its keys and values. Position -1
+    leaves them empty.
+    """
     batch, kv_heads = layer.free.shape
     b = jnp.arange(batch)[:, None]
     row = jnp.arange(kv_heads)[None, :] if layer.starts is None else jnp.zeros((1, 1), jnp.int32)
-    at = (b, row, layer.free)
-    write_options: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
 
-    def put(array: Array | None, new: Any) -> Array | None:
-        return None if array is None else array.at[at].set(new, **write_options)
+    def written(array: Any, new: Any) -> Any:
+        at = array.at[b, row, layer.free]
+        return at.set(new, mode="promise_in_bounds", unique_indices=True)
 
     return dataclasses.replace(
         layer,
-        keys=layer.keys.at[at].set(key, **write_options),
-        values=layer.values.at[b, row, :, layer.free].set(value, **write_options),
-        positions=layer.positions.at[at].set(position[:, None], **write_options),
-        scores=put(layer.scores, 0.0),
-        traits=put(layer.traits, trait),
-        ranks=None if layer.ranks is None else put(layer.ranks, layer.stored()),
+        positions=written(layer.positions, position[:, None]),
+        scores=None if layer.scores is None else written(layer.scores, 0.0),
+        traits=None if layer.traits is None else written(layer.traits, trait),
+        ranks=None if layer.ranks is None else written(layer.ranks, layer.stored()),
     )
 
 
@@ -291,13 +290,9 @@ class Candidates(NamedTuple):
         scores, traits = (
             None if x is None else jnp.take_along_axis(x, source, -1) for x in self[3:]
         )
-        return Candidates(
-            jnp.take_along_axis(self.keys, source[..., None], 2),
-            jnp.take_along_axis(self.values, source[..., None, :], 3),
-            jnp.take_along_axis(self.positions, source, -1),
-            scores,
-            traits,
-        )
+        keys, values = gather(self.keys, self.values, source)
+        positions = jnp.take_along_axis(self.positions, source, -1)
+        return Candidates(keys, values, positions, scores, traits)
 
 
 def candidates(layer: LayerCache) -> Candidates:

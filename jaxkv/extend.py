@@ -14,8 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import cache as slots
 from jaxkv import pages, pool
-from jaxkv.attention import Far, attend_block, attend_slots, visible
+from jaxkv.attention import Far, attend_slots, visible
 from jaxkv.cache import Candidates, LayerCache
+from jaxkv.pallas_kernels.decode import decode, put
+from jaxkv.pallas_kernels.prompt import prompt
 from jaxkv.policies.base import New, Policy, Tokens, protect
 from jaxkv.positions import Rotary
 
@@ -98,49 +100,55 @@ def extend(
 def _extend_by_one(came, layer, new, policy):
     position = came.positions[:, 0]
     q, k = _as_stored(came, policy)
-    q, k = q[:, :, :, 0], k[:, :, 0]
-    batch, kv_heads, group, dim = q.shape
+    q, k, v = q[:, :, :, 0], k[:, :, 0], came.values[..., 0]
     trait = policy.trait(came)[..., 0] if policy.needs_traits else None
-    layer = slots.write(layer, k, came.values[..., 0], position, trait)
-    q, turned_keys = _turn_one(q, layer, position, policy, came.rotary)
-    came = came._replace(turned=q[:, :, :, None])
+    layer = slots.note(layer, position, trait)
     by_head = layer.by_head()
-    seen = visible(position[:, None, None], by_head, came.window)
-    stored = _rows(layer, by_head)
-    layer, queries = _note_queries(layer, came, new)
-    spread_keys = jnp.broadcast_to(turned_keys, stored.keys.shape)
-    tokens = _tokens(came, new, layer.budget, stored, spread_keys, queries, step=True)
-    if policy.selects == "slots":
-        seen &= policy.select(tokens, q)
     statistics = policy.collect(step=True)
-    if layer.bounds is not None:
-        layer = pages.note(layer, k, position)
-        out = pages.attend(
-            q,
-            layer,
-            position,
-            most=policy.most_pages(),
-            pages=policy.pages(layer.budget),
-        )
-        received: tuple[Array, ...] = ()
-    else:
-        out, received = attend_slots(
+    scores = None
+    if _is_plain(layer, policy, came.rotary):
+        scores = layer.scores if policy.accumulates else None
+        batch, kv_heads, group, dim = q.shape
+        out, keys, values, received = decode(
             q.reshape(batch, kv_heads * group, dim),
-            turned_keys,
+            k,
+            v,
+            layer.keys,
             layer.values,
-            seen,
+            by_head,
+            layer.free,
+            position,
+            scores,
+            came.layer,
             statistics=statistics,
-            query_positions=position,
-            key_positions=by_head,
-            layer=came.layer,
+            window=came.window,
         )
+        layer = dataclasses.replace(layer, keys=keys, values=values)
+        came = came._replace(turned=q[:, :, :, None])
+        layer, queries = _note_queries(layer, came, new)
+        tokens = _tokens_of_step(came, new, layer, by_head, keys, queries)
+    else:
+        keys, values = put(layer.keys, layer.values, k, v, layer.free)
+        layer = dataclasses.replace(layer, keys=keys, values=values)
+        q, turned_keys = _turn_one(q, layer, position, policy, came.rotary)
+        came = came._replace(turned=q[:, :, :, None])
+        layer, queries = _note_queries(layer, came, new)
+        at_once = layer.starts is not None and policy.tokenwise
+        rows = layer.positions if at_once else by_head
+        tokens = _tokens_of_step(came, new, layer, rows, turned_keys, queries)
+        out, layer, received = _attend_in_parts(
+            q, k, came, layer, policy, tokens, by_head, turned_keys, statistics
+        )
+        if at_once:
+            # What a slot got from other heads than its own is 0.
+            received = tuple(jnp.sum(x, 1, keepdims=True) for x in received)
     tokens = tokens._replace(received=received)
     if policy.needs_scores:
-        scores = policy.remember(tokens)
-        tokens = tokens._replace(scores=scores)
-        if layer.starts is not None:
-            scores = jnp.sum(jnp.where(layer.own(), scores, 0.0), 1, keepdims=True)
-        layer = dataclasses.replace(layer, scores=scores)
+        remembered = policy.remember(tokens) if scores is None else received[0]
+        tokens = tokens._replace(scores=remembered)
+        if remembered.shape != layer.positions.shape:
+            remembered = jnp.sum(jnp.where(layer.own(), remembered, 0.0), 1, keepdims=True)
+        layer = dataclasses.replace(layer, scores=remembered)
 
     if policy.drops == "always":
         return out, slots.free_next(layer, _priority(policy, tokens))
@@ -155,6 +163,49 @@ def _extend_by_one(came, layer, new, policy):
 
         layer = lax.cond(jnp.any(full), cut, lambda layer: layer, layer)
     return out, slots.next_empty(layer)
+
+
+def _is_plain(layer, policy, rotary):
+    """Whether a step reads every slot as it is stored: then it is one operation."""
+    turned = rotary is not None and policy.positions != "original"
+    return layer.starts is None and policy.selects == "all" and not turned
+
+
+def _attend_in_parts(q, k, came, layer, policy, tokens, by_head, turned_keys, statistics):
+    """A step that reads a pool, or a selection, or keys that are rotated as they are read."""
+    position = came.positions[:, 0]
+    if layer.bounds is not None:
+        layer = pages.note(layer, k, position)
+        most, count = policy.most_pages(), policy.pages(layer.budget)
+        return pages.attend(q, layer, position, most=most, pages=count), layer, ()
+    seen = visible(position[:, None, None], by_head, came.window)
+    if policy.selects == "slots":
+        seen &= policy.select(tokens, q)
+    batch, kv_heads, group, dim = q.shape
+    out, received = attend_slots(
+        q.reshape(batch, kv_heads * group, dim),
+        turned_keys,
+        layer.values,
+        seen,
+        statistics=statistics,
+        query_positions=position,
+        key_positions=by_head,
+        layer=came.layer,
+    )
+    return out, layer, received
+
+
+def _tokens_of_step(came, new, layer, positions, turned_keys, queries):
+    budget = layer.budget[..., None]
+    if positions.shape[1] == budget.shape[1]:
+        stored = _rows(layer, positions)
+        turned_keys = jnp.broadcast_to(turned_keys, stored.keys.shape)
+    else:
+        # A pool as if it were one head, of which each slot has a budget of its own.
+        stored = slots.candidates(layer)
+        budget = jnp.sum(jnp.where(layer.own(), budget, 0), 1, keepdims=True)
+    tokens = _tokens(came, new, layer.budget, stored, turned_keys, queries, step=True)
+    return tokens._replace(budget=budget)
 
 
 def _extend_by_block(came, layer, new, policy):
@@ -174,7 +225,7 @@ def _extend_by_block(came, layer, new, policy):
         out = policy.simulate(q, turned_keys, everyone.values, rows.budget)
         received: tuple[Array, ...] = ()
     else:
-        out, received = attend_block(
+        out, received = prompt(
             q,
             new.positions,
             turned_keys,

@@ -29,6 +29,8 @@ class Rows(NamedTuple):
     query_positions: Int[Array, "batch rows"]
     key_positions: Int[Array, "batch kv_heads keys"]
     layer: Int[Array, ""]
+    #: Position of the newest token of the block that the rows are from.
+    newest: Int[Array, " batch"]
 
     @property
     def real_share(self) -> Float[Array, "batch kv_heads group rows"]:
@@ -65,14 +67,24 @@ class ColumnSums(Statistic):
     Attributes:
       group: how the query heads of a KV head are put together: "sum", "mean" or "max" (per row).
       power: exponent of the probability.
+      last: of a block, only so many of the last rows count; None for all.
 
     """
 
     group: str = "sum"
     power: float = 1.0
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        check_group(self.group)
+        if self.last is not None and (type(self.last) is not int or self.last < 1):
+            raise ValueError(f"last must be an int >= 1 or None, got {self.last!r}")
 
     def of(self, rows: Rows) -> Float[Array, "batch kv_heads keys"]:
         weights, share = rows.weights, rows.real_share
+        if self.last is not None:
+            counts = rows.query_positions > (rows.newest - self.last)[:, None]
+            share = jnp.where(counts[:, None, None], share, 0.0)
         if self.power == 0.5:
             weights, share = jnp.sqrt(weights), jnp.sqrt(share)
         elif self.power != 1:

@@ -33,6 +33,7 @@ from jaxkv import cache as slots
 from jaxkv import loops
 from jaxkv.cache import LAYER_AXES, Cache, LayerCache, empty_layer
 from jaxkv.extend import extend, new_tokens
+from jaxkv.pallas_kernels.decode import put
 from jaxkv.policies import H2O, Random
 from jaxkv.sampling import row_keys, sampling
 
@@ -207,13 +208,14 @@ def test_a_block_fills_vacant_slots_in_order_of_age():
 
 def test_a_written_token_starts_anew_in_the_free_slot_alone():
     before = stored([4, -1, 6])
-    mark, write = np.full((1, 1, DIM), 9, np.float32), jit(slots.write)
-    layer = write(before, mark, mark, np.array([9], np.int32))
+    mark, note = np.full((1, 1, DIM), 9, np.float32), jit(slots.note)
+    keys, values = jit(put)(before.keys, before.values, mark, mark, before.free)
+    assert keys[0, 0, :, 0].tolist() == [4, 9, 6]
+    assert values[0, 0, 0].tolist() == [4, 9, 6]
+    layer = note(before, np.array([9], np.int32))
     assert layer.positions[0, 0].tolist() == [4, 9, 6]
-    assert layer.keys[0, 0, :, 0].tolist() == [4, 9, 6]
-    assert layer.values[0, 0, 0].tolist() == [4, 9, 6]
     assert layer.scores[0, 0].tolist() == [4, 0, 6]
-    padding = write(before, mark, mark, np.array([-1], np.int32))
+    padding = note(before, np.array([-1], np.int32))
     assert padding.positions[0, 0].tolist() == [4, -1, 6]
 
 

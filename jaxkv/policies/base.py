@@ -123,6 +123,9 @@ class Policy:
     needs_traits: ClassVar[bool] = False
     #: Heads of a layer may keep different numbers of tokens.
     pooled: ClassVar[bool] = False
+    #: `remember` and `priority` look at each token by itself, so that at steps a pool can be judged
+    #: as one row, whose `budget` is that of each slot's head.
+    tokenwise: ClassVar[bool] = False
     #: What a decode step reads: everything stored, what `select` marks, or pages (`PageReader`).
     selects: ClassVar[Literal["all", "slots", "pages"]] = "all"
     #: The prompt is read by `reader()`, which keeps every token, and is cut when it has been read.
@@ -188,6 +191,11 @@ class Policy:
     def evicts(self) -> bool:
         """Whether tokens are ever dropped."""
         return self.drops != "never"
+
+    @property
+    def accumulates(self) -> bool:
+        """Scores are sums of the one statistic, so that attention may add to them itself."""
+        return self.needs_scores and type(self).remember is Policy.remember
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:

@@ -57,6 +57,7 @@ class Best(Policy):
     name: ClassVar[str] = "best"
     keeps: ClassVar[str] = "what attention comes back to most often; more in heads that need it"
     source: ClassVar[str] = "jaxkv, after H2O"
+    tokenwise: ClassVar[bool] = True
     needs_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

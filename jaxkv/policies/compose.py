@@ -184,6 +184,11 @@ class Compose(Policy):
         return self.prompt.pooled
 
     @property
+    def tokenwise(self) -> bool:  # type: ignore[override]
+        # Scores of the prompt's policy may go on at steps.
+        return self.prompt.tokenwise and self.decode.tokenwise
+
+    @property
     def afterwards(self) -> bool:  # type: ignore[override]
         return self.prompt.afterwards
 

@@ -57,7 +57,7 @@ class H2O(Policy):
     name: ClassVar[str] = "h2o"
     keeps: ClassVar[str] = "what attention came back to most, and the newest"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
-    needs_scores: ClassVar[bool] = True
+    tokenwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -106,12 +106,12 @@ class H2O(Policy):
         return self.mode == "lm_eval"
 
     @property
+    def needs_scores(self) -> bool:  # type: ignore[override]
+        return not self.simulates
+
+    @property
     def statistics(self) -> tuple[Statistic, ...]:
         return (ColumnSums(self.group),)
-
-    def remember(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
-        assert tokens.scores is not None
-        return tokens.scores if self.simulates else super().remember(tokens)
 
     def resolve(self, length: int) -> int:
         if self.budget is not None:
@@ -235,6 +235,7 @@ class Heavy(Policy):
     name: ClassVar[str] = "heavy"
     keeps: ClassVar[str] = "what attention came back to most"
     source: ClassVar[str] = "H2O, arXiv 2306.14048 (ablation)"
+    tokenwise: ClassVar[bool] = True
     needs_scores: ClassVar[bool] = True
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:

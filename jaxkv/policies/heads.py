@@ -53,6 +53,10 @@ class AdaKV(Wrapper):
     def pooled(self) -> Literal[True]:  # type: ignore[override]
         return True
 
+    @property
+    def tokenwise(self) -> bool:  # type: ignore[override]
+        return self.of.tokenwise
+
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
         if not tokens.step:
             # Shares are made anew: what heads got from earlier blocks does not count.
@@ -109,6 +113,7 @@ class DuoAttention(Policy):
     keeps: ClassVar[str] = "every token in heads that look back; first and newest in the others"
     frees: ClassVar[str] = "what the other heads drop"
     source: ClassVar[str] = "DuoAttention, arXiv 2410.10819"
+    tokenwise: ClassVar[bool] = True
     pooled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

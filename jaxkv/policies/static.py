@@ -42,6 +42,7 @@ class Window(Policy):
     name: ClassVar[str] = "window"
     keeps: ClassVar[str] = "the newest tokens"
     source: ClassVar[str] = "Longformer, arXiv 2004.05150"
+    tokenwise: ClassVar[bool] = True
 
     def priority(self, tokens: Tokens) -> Float[Array, "batch kv_heads candidates"]:
         return -tokens.age.astype(jnp.float32)
@@ -71,6 +72,7 @@ class Streaming(Policy):
     name: ClassVar[str] = "streaming"
     keeps: ClassVar[str] = "the first tokens and the newest"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    tokenwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if type(self.sinks) is not int or self.sinks < 0:

@@ -1,0 +1,117 @@
+"""A decode step of one layer: the new token goes into its slot, queries meet all slots, and what
+attention each slot received is added to its score.
+
+Plain JAX does this as one scatter and two products; a kernel does it while keys and values pass by
+once. The arrays of the cache are given away, and come back with the same bytes changed in place.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.attention import attend_slots, visible
+from jaxkv.pallas_kernels.dispatch import Operation
+from jaxkv.statistics import ColumnSums, Statistic
+
+_WRITE: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
+
+
+def put(
+    keys: Float[Array, "batch rows slots dim"],
+    values: Float[Array, "batch rows dim slots"],
+    key: Float[Array, "batch kv_heads dim"],
+    value: Float[Array, "batch kv_heads dim"],
+    free: Int[Array, "batch kv_heads"],
+) -> tuple[Float[Array, "batch rows slots dim"], Float[Array, "batch rows dim slots"]]:
+    """Writes one new token per KV head into the slot `free` (of a pool: of its only row)."""
+    batch, kv_heads = free.shape
+    b = jnp.arange(batch)[:, None]
+    row = jnp.arange(kv_heads)[None, :] if keys.shape[1] == kv_heads else jnp.zeros((1, 1), int)
+    keys = keys.at[b, row, free].set(key, **_WRITE)
+    return keys, values.at[b, row, :, free].set(value, **_WRITE)
+
+
+def _plain(
+    queries: Float[Array, "batch heads dim"],
+    key: Float[Array, "batch kv_heads dim"],
+    value: Float[Array, "batch kv_heads dim"],
+    keys: Float[Array, "batch kv_heads slots dim"],
+    values: Float[Array, "batch kv_heads dim slots"],
+    positions: Int[Array, "batch kv_heads slots"],
+    free: Int[Array, "batch kv_heads"],
+    position: Int[Array, " batch"],
+    onto: Float[Array, "batch kv_heads slots"] | None,
+    layer: Int[Array, ""],
+    *,
+    statistics: tuple[Statistic, ...] = (),
+    window: int | None = None,
+) -> tuple[
+    Float[Array, "batch heads dim"],
+    Float[Array, "batch kv_heads slots dim"],
+    Float[Array, "batch kv_heads dim slots"],
+    tuple[Float[Array, "batch kv_heads slots"], ...],
+]:
+    """The definition.
+
+    Args:
+      queries: of the new token, rotated.
+      key, value: of the new token.
+      keys, values: of all slots.
+      positions: of the tokens that slots hold, -1 for empty slots; that of the new token is there.
+      free: the slot that the new token goes to.
+      position: of the new token; -1 for a sequence that has ended: it sees nothing and gives 0.
+      onto: what the first statistic is added to; None for zeros.
+      layer: number of the layer.
+      statistics: of the attention to collect.
+      window: tokens that a query sees at most.
+
+    Returns:
+      The attention output, keys and values with the new token, and the statistics in float32.
+
+    """
+    keys, values = put(keys, values, key, value, free)
+    out, received = attend_slots(
+        queries,
+        keys,
+        values,
+        visible(position[:, None, None], positions, window),
+        statistics=statistics,
+        query_positions=position,
+        key_positions=positions,
+        layer=layer,
+    )
+    if onto is not None:
+        received = (onto + received[0], *received[1:])
+    return out, keys, values, received
+
+
+def _check(queries: Array, key: Array, value: Array, keys: Array, *rest: Any, **options: Any):
+    del value, rest, options
+    check_dtypes(queries=queries, key=key, keys=keys)
+
+
+def check_dtypes(**arrays: Array) -> None:
+    """Raises `NotImplementedError` unless all are of one floating dtype."""
+    dtypes = {name: array.dtype.name for name, array in arrays.items()}
+    if len(set(dtypes.values())) > 1 or not jnp.issubdtype(dtypes["keys"], jnp.floating):
+        told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise NotImplementedError(f"arrays must be of one floating dtype, got {told}")
+
+
+def column_sums(statistics: tuple[Statistic, ...]) -> ColumnSums | None:
+    """The one statistic that kernels collect, if it is asked for.
+
+    Raises:
+      NotImplementedError: others are.
+
+    """
+    if not statistics:
+        return None
+    if len(statistics) > 1 or type(statistics[0]) is not ColumnSums:
+        told = ", ".join(map(repr, statistics))
+        raise NotImplementedError(f"of attention, only ColumnSums is collected, not {told}")
+    return statistics[0]
+
+
+decode = Operation("decode", _plain, _check, {"mosaic": "decode_tpu", "triton": "decode_gpu"})

@@ -1,0 +1,187 @@
+"""Which implementation of an operation runs.
+
+An operation has a plain JAX version, which is its definition and runs everywhere, and overrides for
+a platform. An override is a module with two functions that take what the operation takes:
+
+- `check(...)` raises `NotImplementedError` with the reason if it cannot serve these arguments, of
+  which only shapes, dtypes and static options may count. Then the plain version runs.
+- `run(...)` computes.
+
+Modules of overrides are imported when a program for their platform is traced, never before: they
+may need packages that are not installed.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+#: The platform that an override is for, as `jax.lax.platform_dependent` calls it, and the extra
+#: that installs what it needs.
+PLATFORMS = {"mosaic": ("tpu", "tpu"), "triton": ("cuda", "cuda")}
+#: Platforms as devices name them.
+_LOWERING = {"gpu": "cuda"}
+
+
+class Forced(NamedTuple):
+    """What `use_kernels` asks for."""
+
+    name: str = "auto"
+    interpret: bool = False
+
+
+#: Part of the key of compiled programs, so that another choice compiles anew.
+_forced = jax.make_user_context(Forced())
+
+
+class Choice(NamedTuple):
+    """Which implementation serves an operation on a platform, and why others do not."""
+
+    name: str
+    #: What each implementation that was asked first said.
+    refused: dict[str, str]
+
+
+#: What was chosen when programs were traced last: by operation, then by platform.
+_chosen: dict[str, dict[str, Choice]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A function with a plain version and overrides.
+
+    Attributes:
+      name: as users see it.
+      plain: the definition.
+      check: raises `NotImplementedError` for what not even the definition can serve.
+      overrides: module names by implementation.
+
+    """
+
+    name: str
+    plain: Callable[..., Any]
+    check: Callable[..., None]
+    overrides: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, *arrays: Any, **options: Any) -> Any:
+        """Runs the first implementation that serves the arguments.
+
+        Args:
+          arrays: what may be traced; pytrees.
+          options: static.
+
+        Raises:
+          ValueError: no implementation serves them, or not the one that was asked for; the message
+            says why.
+
+        """
+        forced = _forced.value
+        if forced.name not in ("auto", "plain"):
+            run, refusal = self._override(forced.name, arrays, options)
+            if run is None:
+                raise ValueError(
+                    f"{self.name} cannot run as {forced.name!r}, which was asked for: {refusal}"
+                )
+            self._note("any", Choice(forced.name, {}))
+            return run(*arrays, **options, interpret=forced.interpret)
+        branches = {}
+        for platform in _platforms():
+            run, choice = self._choose(platform, arrays, options)
+            self._note(platform, choice)
+            branches[platform] = run
+        default = branches.pop("cpu", None)
+        if not branches:
+            return self.plain(*arrays, **options)
+        if default is None and len(branches) == 1:
+            (run,) = branches.values()
+            return run(*arrays, **options)
+        return lax.platform_dependent(
+            *arrays,
+            default=lambda *arrays: self.plain(*arrays, **options),
+            **{
+                _LOWERING.get(platform, platform): lambda *arrays, run=run: run(*arrays, **options)
+                for platform, run in branches.items()
+            },
+        )
+
+    def _choose(
+        self, platform: str, arrays: Any, options: Any
+    ) -> tuple[Callable[..., Any], Choice]:
+        refused: dict[str, str] = {}
+        if _forced.value.name == "auto":
+            for name in self.overrides:
+                if PLATFORMS[name][0] != _LOWERING.get(platform, platform):
+                    continue
+                run, refusal = self._override(name, arrays, options)
+                if run is not None:
+                    return run, Choice(name, refused)
+                refused[name] = refusal
+        try:
+            self.check(*arrays, **options)
+        except NotImplementedError as refusal:
+            refused["plain"] = str(refusal)
+            told = "; ".join(f"{name}: {why}" for name, why in refused.items())
+            raise ValueError(f"no implementation of {self.name} serves this: {told}") from None
+        return self.plain, Choice("plain", refused)
+
+    def _override(
+        self, name: str, arrays: Any, options: Any
+    ) -> tuple[Callable[..., Any] | None, str]:
+        """An override that serves the arguments, or None and the reason."""
+        if name not in self.overrides:
+            return None, f"there is none for {self.name}"
+        try:
+            module = importlib.import_module(f"jaxkv.pallas_kernels.{self.overrides[name]}")
+        except ImportError as error:
+            extra = PLATFORMS[name][1]
+            return None, f"{error}; it comes with `pip install 'jaxkv[{extra}]'`"
+        try:
+            module.check(*arrays, **options)
+        except NotImplementedError as refusal:
+            return None, str(refusal)
+        return module.run, ""
+
+    def _note(self, platform: str, choice: Choice) -> None:
+        _chosen.setdefault(self.name, {})[platform] = choice
+
+
+def _platforms() -> tuple[str, ...]:
+    """Platforms that the program being traced may be compiled for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform:
+        return (device.platform,)
+    default = jax.default_backend()
+    return (default,) if default == "cpu" else (default, "cpu")
+
+
+@contextlib.contextmanager
+def use_kernels(name: str = "auto", *, interpret: bool = False) -> Iterator[None]:
+    """Within this context, operations run as told.
+
+    Args:
+      name: "auto" (the best that serves), "plain" (as XLA compiles it), "mosaic" (TPU) or
+        "triton" (GPU).
+      interpret: a "mosaic" kernel is run by Pallas' interpreter, on any platform: slow, and exact.
+
+    Raises:
+      ValueError: an unknown name.
+
+    """
+    if name not in ("auto", "plain", *PLATFORMS):
+        known = ", ".join(["auto", "plain", *PLATFORMS])
+        raise ValueError(f"kernels must be one of {known}, got {name!r}")
+    if interpret and name != "mosaic":
+        raise ValueError(f"interpret=True is for kernels 'mosaic', got {name!r}")
+    with _forced(Forced(name, interpret)):
+        yield
+
+
+def kernels() -> dict[str, dict[str, Choice]]:
+    """Which implementation serves each operation on each platform, as of the programs that were
+    traced last; empty before the first.
+    """
+    return {name: dict(choices) for name, choices in _chosen.items()}

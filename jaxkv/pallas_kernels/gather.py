@@ -1,0 +1,29 @@
+"""Compressing: the keys and values of chosen tokens, side by side."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.pallas_kernels.decode import check_dtypes
+from jaxkv.pallas_kernels.dispatch import Operation
+
+
+def _plain(
+    keys: Float[Array, "batch kv_heads tokens dim"],
+    values: Float[Array, "batch kv_heads dim tokens"],
+    source: Int[Array, "batch kv_heads taken"],
+) -> tuple[Float[Array, "batch kv_heads taken dim"], Float[Array, "batch kv_heads dim taken"]]:
+    """The definition: the tokens at indices `source`, which must be valid."""
+    return (
+        jnp.take_along_axis(keys, source[..., None], 2),
+        jnp.take_along_axis(values, source[..., None, :], 3),
+    )
+
+
+def _check(keys: Any, values: Any, source: Any) -> None:
+    del source
+    check_dtypes(keys=keys, values=values)
+
+
+gather = Operation("gather", _plain, _check, {"mosaic": "gather_tpu"})

@@ -1,0 +1,20 @@
+"""Attention of a block of new tokens, and what each key received of it.
+
+The sums over rows of a matrix of probabilities are wanted, and the matrix is too large to be
+stored. Plain JAX passes over blocks of rows and has whole rows at hand; kernels keep each row's
+log-sum-exp from a first pass, and make the probabilities again in a second one, key by key.
+"""
+
+from typing import Any
+
+from jaxkv.attention import attend_block
+from jaxkv.pallas_kernels.decode import check_dtypes
+from jaxkv.pallas_kernels.dispatch import Operation
+
+
+def _check(queries: Any, query_positions: Any, keys: Any, *rest: Any, **options: Any) -> None:
+    del query_positions, rest, options
+    check_dtypes(queries=queries, keys=keys)
+
+
+prompt = Operation("prompt", attend_block, _check, {"mosaic": "prompt_tpu", "triton": "prompt_gpu"})
