@@ -14,6 +14,7 @@ from jaxkv.errors import CheckpointError, DownloadError
 from jaxkv.evaluate.perplexity import perplexity
 from jaxkv.generate import Generation, Past, generate, stream
 from jaxkv.models import Params, load
+from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
 from jaxkv.policies import (
     CAKE,
     H2O,
@@ -109,10 +110,12 @@ __all__ = [
     "Window",
     "analyze",
     "generate",
+    "kernels",
     "load",
     "perplexity",
     "plus_heavy",
     "protect",
     "register",
     "stream",
+    "use_kernels",
 ]

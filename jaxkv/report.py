@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.models.params import Params
+from jaxkv.pallas_kernels.dispatch import chosen_on
 from jaxkv.policies.base import Policy
 
 
@@ -41,6 +42,8 @@ class Report:
     compile_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    #: Which implementation served each operation, see `jaxkv.kernels`.
+    kernels: dict[str, str]
     #: Things worth knowing about this run.
     notes: list[str]
 
@@ -78,6 +81,7 @@ class Report:
             f"decode {self.decode_seconds:.2f}",
             f"speed     {self.decode_tokens_per_second:.1f} tokens/s decoding, "
             f"{self.tokens_per_second:.1f} with the prompt",
+            "kernels   " + ", ".join(f"{name} {which}" for name, which in self.kernels.items()),
         ]
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
 
@@ -124,6 +128,7 @@ def make_report(
         compile_seconds=seconds["compile"],
         prefill_seconds=seconds["prefill"],
         decode_seconds=seconds["decode"],
+        kernels=chosen_on(next(iter(cache.length.devices())).platform),
         notes=_notes(policy, budgets, prompt_tokens if first_turn else None, evicted),
     )
 

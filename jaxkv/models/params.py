@@ -19,6 +19,7 @@ from jaxkv.models.config import Config
 from jaxkv.models.convert import Checkpoint, open_checkpoint
 from jaxkv.models.registry import ARCHITECTURES
 from jaxkv.progress import spinner
+from jaxkv.sharding import format_of
 from jaxkv.tokenizer import Tokenizer
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -134,7 +135,8 @@ def _read_state(
     checkpoint: Checkpoint, model: type[CausalLM], config: Config, dtype: np.dtype
 ) -> dict[str, Any]:
     """Reads, checks and converts every tensor the model asks for, several at a time."""
-    _, shapes, _ = structure(model, config)
+    _, shapes, axes = structure(model, config)
+    axes_of, device = flatten(axes), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {path: _locate(checkpoint, model, path) for path in flatten(shapes)}
     tied = (
         {"lm_head.weight", "embed_out.weight", "output.weight"} if config.tie_embeddings else set()
@@ -165,7 +167,9 @@ def _read_state(
             raise CheckpointError(
                 f"{checkpoint.path}: tensor {wanted[path]} holds a NaN or infinity at {bad}"
             )
-        return jnp.asarray(array, dtype)
+        found = jnp.asarray(array, dtype)
+        place = format_of(axes_of[path], device)
+        return found if place is device else jax.device_put(found, place)
 
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         futures = map_with_path(lambda path, shape: pool.submit(read, path, shape), shapes)

@@ -80,7 +80,7 @@ class Operation:
 
         """
         forced = _forced.value
-        if forced.name not in ("auto", "plain"):
+        if _is_forced():
             run, refusal = self._override(forced.name, arrays, options)
             if run is None:
                 raise ValueError(
@@ -181,7 +181,21 @@ def use_kernels(name: str = "auto", *, interpret: bool = False) -> Iterator[None
 
 
 def kernels() -> dict[str, dict[str, Choice]]:
-    """Which implementation serves each operation on each platform, as of the programs that were
-    traced last; empty before the first.
+    """Which implementation serves each operation on each platform ("any" where one was asked for),
+    as of the programs that were traced last; empty before the first.
     """
-    return {name: dict(choices) for name, choices in _chosen.items()}
+    return {name: dict(choices) for name, choices in sorted(_chosen.items())}
+
+
+def chosen_on(platform: str) -> dict[str, str]:
+    """The names of `kernels` for one platform, as devices name it."""
+    found = {}
+    for name, choices in kernels().items():
+        choice = choices.get("any" if _is_forced() else platform)
+        if choice is not None:
+            found[name] = choice.name
+    return found
+
+
+def _is_forced() -> bool:
+    return _forced.value.name not in ("auto", "plain")

@@ -1,0 +1,304 @@
+"""`decode` on TPU: one pass over keys and values, in Pallas (Mosaic).
+
+The grid is (batch, KV heads, blocks of slots). Blocks of keys and values stream through VMEM; a
+running maximum and sum make the output, as in FlashAttention, while the logits of all blocks stay
+in a scratch row, so that at the last block every probability is known exactly and scores are
+written without a second pass over the keys.
+
+The cache is not copied: keys, values and scores come back in their own buffers, and of keys and
+values only the tile around the free slot is written. Blocks still hold what that slot held before,
+so the new token is put into the logits and the output by itself.
+
+TPU stores `[slots, dim]` with slots last where dim is below 128 lanes; such keys are read as
+`[dim, slots]`, for which transposing costs nothing.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
+from jaxkv.statistics import ColumnSums, Statistic
+
+_MASKED = -1e30
+_LANES = 128
+#: Bytes of a block of keys or of values. There are two of each in VMEM, beside copies.
+_BLOCK_BYTES = 2**20
+#: Slots of which logits, scores and positions fit VMEM beside the blocks.
+_MOST_SLOTS = 2**17
+
+
+def check(
+    queries: Array,
+    key: Array,
+    value: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    *rest: Any,
+    statistics: tuple[Statistic, ...] = (),
+    window: int | None = None,
+) -> None:
+    """Raises `NotImplementedError` for what the kernel does not serve."""
+    del key, values, rest, window
+    column_sums(statistics)
+    check_dtypes(queries=queries, keys=keys, value=value)
+    if keys.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"dtype must be float32 or bfloat16, got {keys.dtype.name}")
+    dim, slots = keys.shape[-1], positions.shape[-1]
+    if dim % 16:
+        raise NotImplementedError(f"head dim must be a multiple of 16, got {dim}")
+    if slots < _LANES:
+        raise NotImplementedError(f"fewer slots than {_LANES} are not worth a kernel, got {slots}")
+    if slots > _MOST_SLOTS:
+        raise NotImplementedError(f"at most {_MOST_SLOTS} slots fit VMEM, got {slots}")
+
+
+def run(
+    queries: Array,
+    key: Array,
+    value: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    free: Array,
+    position: Array,
+    onto: Array | None,
+    layer: Array,
+    *,
+    statistics: tuple[Statistic, ...] = (),
+    window: int | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    """See `jaxkv.pallas_kernels.decode`."""
+    del layer
+    sums = column_sums(statistics)
+    batch, heads, dim = queries.shape
+    kv_heads, slots = positions.shape[1:]
+    group, size = heads // kv_heads, keys.dtype.itemsize
+    slots_last = dim % _LANES != 0
+    block = block_of(slots, dim, size)
+    blocks = pl.cdiv(slots, block)
+    if sums is None:
+        onto = None
+    elif onto is None:
+        onto = jnp.zeros(positions.shape, jnp.float32)
+    padding = blocks * block - slots
+    inputs = [
+        queries.reshape(batch, kv_heads, group, dim),
+        key[:, :, None],
+        value[:, :, None],
+        jnp.swapaxes(keys, 2, 3) if slots_last else keys,
+        values,
+        jnp.pad(positions, ((0, 0), (0, 0), (0, padding)), constant_values=-1)[:, :, None],
+    ]
+
+    def part(shape: tuple[int, ...], index: Any) -> pl.BlockSpec:
+        """A block of one KV head; `index` has its place, from the number of the block of slots and
+        from the free slot.
+        """
+        return pl.BlockSpec(
+            (None, None, *shape), lambda b, k, j, free, _: (b, k, *index(j, free[b, k]))
+        )
+
+    def whole(*shape: int) -> pl.BlockSpec:
+        return part(shape, lambda _, __: (0, 0))
+
+    # The tile that is written: of lanes where slots are last, of sublanes where they are rows.
+    tall = 32 // size
+    along = part((dim, block), lambda j, _: (0, j))
+    down = part((block, dim), lambda j, _: (j, 0))
+    tile_along = part((dim, _LANES), lambda _, free: (0, free // _LANES))
+    tile_down = part((tall, dim), lambda _, free: (free // tall, 0))
+    head, row = whole(group, dim), whole(1, slots)
+    token = whole(1, dim)
+    in_specs = [head, token, token, along if slots_last else down, along, whole(1, blocks * block)]
+    out_specs = [head, tile_along if slots_last else tile_down, tile_along]
+    outputs = [inputs[0], inputs[3], inputs[4]]
+    # The cache comes back in its own buffers. Counted with the two prefetched operands.
+    aliases = {5: 1, 6: 2}
+    if onto is not None:
+        inputs.append(onto[:, :, None])
+        in_specs.append(row)
+        outputs.append(inputs[-1])
+        out_specs.append(row)
+        aliases[8] = 3
+    shapes: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
+    if not interpret:
+        # The compiler would bring a layer that fits into VMEM as a whole, and write all of it back.
+        inputs[3:5] = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in inputs[3:5])
+        shapes[1:3] = (pltpu.HBM(x.shape, x.dtype) for x in outputs[1:3])
+    scores_bytes = 4 if sums is None else 12
+    results = pl.pallas_call(
+        functools.partial(
+            _kernel, sums=sums, window=window, slots=slots, block=block, slots_last=slots_last
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, kv_heads, blocks),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=[
+                pltpu.VMEM((blocks, group, block), jnp.float32),
+                pltpu.VMEM((group, dim), jnp.float32),
+                pltpu.VMEM((group, _LANES), jnp.float32),
+                pltpu.VMEM((group, _LANES), jnp.float32),
+            ],
+        ),
+        out_shape=shapes,
+        input_output_aliases=aliases,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * heads * slots * dim,
+            bytes_accessed=batch * kv_heads * slots * (2 * dim * size + scores_bytes),
+            transcendentals=2 * batch * heads * slots,
+        ),
+        interpret=interpret,
+        name="decode",
+    )(free, position, *inputs)
+    out, stored, values, *received = results
+    keys = jnp.swapaxes(stored, 2, 3) if slots_last else stored
+    return out.reshape(batch, heads, dim), keys, values, tuple(x[:, :, 0] for x in received)
+
+
+def block_of(slots: int, dim: int, size: int) -> int:
+    """Slots per block: as few blocks as fit, of like sizes, in whole lanes."""
+    most = max(_LANES, _BLOCK_BYTES // (dim * size) // _LANES * _LANES)
+    return -(-slots // pl.cdiv(slots, most) // _LANES) * _LANES
+
+
+def _kernel(
+    free_ref,  # SMEM [batch, kv_heads] int32
+    position_ref,  # SMEM [batch] int32
+    queries_ref,  # [group, dim]
+    key_ref,  # [1, dim], of the new token
+    value_ref,  # [1, dim]
+    keys_ref,  # [dim, block], or [block, dim] where slots are rows
+    values_ref,  # [dim, block]
+    positions_ref,  # [1, blocks * block] int32
+    *refs,  # [onto [1, slots]]; out [group, dim], tiles of keys and values, [sums]; scratch
+    sums: ColumnSums | None,
+    window: int | None,
+    slots: int,
+    block: int,
+    slots_last: bool,
+):
+    # Scratch: logits of all blocks; output, maximum and sum of each query head in the making.
+    *others, logits_ref, acc_ref, high_ref, sum_ref = refs
+    if sums is None:
+        out_ref, key_tile_ref, value_tile_ref = others
+    else:
+        onto_ref, out_ref, key_tile_ref, value_tile_ref, received_ref = others
+    b, k, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    free, position = free_ref[b, k], position_ref[b]
+    queries, key, value = queries_ref[...], key_ref[...], value_ref[...]
+    scale = queries.shape[1] ** -0.5
+    # Mosaic would round float32 to bfloat16.
+    exact = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    def dot(a, b, contract):
+        return lax.dot_general(
+            a,
+            b,
+            ((contract[:1], contract[1:]), ((), ())),
+            precision=exact,
+            preferred_element_type=jnp.float32,
+        )
+
+    # What the new token gets is known at once; its slot still holds another.
+    fresh = jnp.sum(queries.astype(jnp.float32) * key.astype(jnp.float32), 1, keepdims=True)
+    fresh = fresh * scale
+
+    @pl.when(j == 0)
+    def _start():
+        high_ref[...] = jnp.broadcast_to(fresh, high_ref.shape)
+        sum_ref[...] = jnp.ones(sum_ref.shape, jnp.float32)
+        acc_ref[...] = jnp.broadcast_to(value.astype(jnp.float32), acc_ref.shape)
+
+    @pl.when(j == free // block)
+    def _write():
+        first = pl.multiple_of(free // _LANES * _LANES - j * block, _LANES)
+        at = lax.broadcasted_iota(jnp.int32, (1, _LANES), 1) == free % _LANES
+        value_tile_ref[...] = jnp.where(at, _column(value), values_ref[:, pl.ds(first, _LANES)])
+        if slots_last:
+            key_tile_ref[...] = jnp.where(at, _column(key), keys_ref[:, pl.ds(first, _LANES)])
+        else:
+            tall = key_tile_ref.shape[0]
+            first = pl.multiple_of(free // tall * tall - j * block, tall)
+            at = lax.broadcasted_iota(jnp.int32, (tall, 1), 0) == free % tall
+            key_tile_ref[...] = jnp.where(at, key, keys_ref[pl.ds(first, tall), :])
+
+    start = pl.multiple_of(j * block, _LANES)
+    positions = positions_ref[:, pl.ds(start, block)]
+    slot = start + lax.broadcasted_iota(jnp.int32, (1, block), 1)
+    seen = (positions >= 0) & (positions <= position) & (slot != free)
+    if window is not None:
+        seen &= position - positions < window
+    logits = dot(queries, keys_ref[...], (1, 0) if slots_last else (1, 1)) * scale
+    logits = jnp.where(seen, logits, _MASKED)
+    logits_ref[j] = logits
+    high = high_ref[:, :1]
+    higher = jnp.maximum(high, jnp.max(logits, 1, keepdims=True))
+    rescale, weights = jnp.exp(high - higher), jnp.exp(logits - higher)
+    # Slots that are not seen may hold anything, and 0 * NaN is NaN.
+    values = jnp.where(seen, values_ref[...], jnp.zeros((), values_ref.dtype))
+    acc_ref[...] = acc_ref[...] * rescale + dot(weights.astype(values.dtype), values, (1, 1))
+    sum_ref[...] = sum_ref[...] * rescale + jnp.sum(weights, 1, keepdims=True)
+    high_ref[...] = jnp.broadcast_to(higher, high_ref.shape)
+
+    @pl.when(j == pl.num_programs(2) - 1)
+    def _finish():
+        # A sequence that has ended sees nothing.
+        share = jnp.where(position >= 0, 1 / sum_ref[:, :1], 0.0)
+        out_ref[...] = (acc_ref[...] * share).astype(out_ref.dtype)
+        if sums is None:
+            return
+
+        def add(number, first, width):
+            at = lax.broadcasted_iota(jnp.int32, (1, width), 1) + first == free
+            logits = jnp.where(at, fresh, logits_ref[number][:, :width])
+            received = of_group(sums, jnp.exp(logits - high_ref[:, :1]) * share)[None]
+            received_ref[:, pl.ds(first, width)] = onto_ref[:, pl.ds(first, width)] + received
+
+        if slots >= block:
+
+            @pl.loop(0, slots // block)
+            def _blocks(number):
+                add(number, pl.multiple_of(number * block, _LANES), block)
+
+        if slots % block:
+            add(slots // block, slots // block * block, slots % block)
+
+
+def _column(row):
+    """[1, dim] as [dim, 1], in sums of one number each."""
+    dim = row.shape[1]
+    diagonal = lax.broadcasted_iota(jnp.int32, (dim, dim), 0) == lax.broadcasted_iota(
+        jnp.int32, (dim, dim), 1
+    )
+    spread = jnp.where(diagonal, row.astype(jnp.float32), 0.0)
+    return jnp.sum(spread, 1, keepdims=True).astype(row.dtype)
+
+
+def of_group(sums, probabilities):
+    """[group, width] as [width], or [group, rows, width] as [rows, width]: query heads put together
+    as the statistic says, in a kernel.
+    """
+    if sums.power == 0.5:
+        probabilities = jnp.sqrt(probabilities)
+    elif sums.power != 1:
+        some = probabilities > 0
+        powers = jnp.exp(sums.power * jnp.log(jnp.where(some, probabilities, 1.0)))
+        probabilities = jnp.where(some, powers, 0.0)
+    if sums.group == "max":
+        return jnp.max(probabilities, 0)
+    received = jnp.sum(probabilities, 0)
+    return received if sums.group == "sum" else received / probabilities.shape[0]

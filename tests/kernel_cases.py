@@ -1,0 +1,85 @@
+"""Arguments for the operations of `jaxkv.pallas_kernels`, with NaN wherever nothing may be read."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def decode(seed, batch, kv_heads, group, dim, slots, dtype=jnp.float32, onto=True):
+    """One new token per sequence over slots that are full, or half full, or (third sequence) of a
+    sequence that has ended. Returns the arguments, and which slots hold a token.
+    """
+    rng = np.random.default_rng(seed)
+    positions = np.full((batch, kv_heads, slots), -1, np.int32)
+    free = np.zeros((batch, kv_heads), np.int32)
+    position = rng.integers(slots, 2 * slots, batch).astype(np.int32)
+    position[2:3] = -1
+    for row in range(batch):
+        stored = slots - 1 if row == 0 else slots // 2
+        for head in range(kv_heads):
+            order = rng.permutation(slots)
+            positions[row, head, order[:stored]] = rng.permutation(slots)[:stored]
+            free[row, head] = order[-1]
+            positions[row, head, order[-1]] = position[row]
+    there = positions >= 0
+    # The free slot still holds what was evicted.
+    there_before = there & (np.arange(slots) != free[..., None])
+
+    def normal(*shape):
+        return jnp.array(rng.normal(size=shape), dtype)
+
+    keys, values = normal(batch, kv_heads, slots, dim), normal(batch, kv_heads, dim, slots)
+    scores = np.where(there_before, rng.random(there.shape), 0).astype(np.float32)
+    arguments = (
+        normal(batch, kv_heads * group, dim),
+        normal(batch, kv_heads, dim),
+        normal(batch, kv_heads, dim),
+        jnp.where(there_before[..., None], keys, jnp.nan),
+        jnp.where(there_before[:, :, None], values, jnp.nan),
+        jnp.array(positions),
+        jnp.array(free),
+        jnp.array(position),
+        jnp.array(scores) if onto else None,
+        jnp.int32(0),
+    )
+    return arguments, there
+
+
+def prompt(seed, batch, kv_heads, group, dim, t, stored, dtype=jnp.float32):
+    """A block of `t` new tokens behind `stored` slots. The second sequence has fewer new tokens and
+    fewer stored ones, the third has none of either.
+    """
+    rng = np.random.default_rng(seed)
+    seen = [2 * stored, stored, 0][:batch]
+    added = np.array([t, t // 2 + 3, 0][:batch])
+    held = [stored, stored // 3, 0][:batch]
+    new = np.where(np.arange(t) < added[:, None], np.array(seen)[:, None] + np.arange(t), -1)
+    positions = np.full((batch, kv_heads, stored + t), -1, np.int32)
+    for row in range(batch):
+        for head in range(kv_heads):
+            slots = rng.permutation(stored)[: held[row]]
+            positions[row, head, slots] = rng.permutation(max(seen[row], 1))[: held[row]]
+        positions[row, :, stored:] = new[row]
+
+    def normal(*shape):
+        return jnp.array(rng.normal(size=shape), dtype)
+
+    there = positions >= 0
+    keys, values = (
+        normal(batch, kv_heads, stored + t, dim),
+        normal(batch, kv_heads, dim, stored + t),
+    )
+    return (
+        normal(batch, kv_heads, group, t, dim),
+        jnp.array(new.astype(np.int32)),
+        jnp.where(there[..., None], keys, jnp.nan),
+        jnp.where(there[:, :, None], values, jnp.nan),
+        jnp.array(positions),
+    )
+
+
+def without_nan(arguments):
+    """The same with zeros where nothing may be read, for the plain definition."""
+    return tuple(
+        jnp.nan_to_num(x) if x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
+        for x in arguments
+    )

@@ -1,0 +1,245 @@
+"""Kernels against the plain definition of their operation, run by Pallas' interpreters; and which
+implementation runs where.
+
+Mutations tried by hand, and the tests that failed: see each test.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import kernel_cases
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import jaxkv
+from jaxkv import ColumnMaxima, ColumnSums
+from jaxkv.attention import attend_block
+from jaxkv.pallas_kernels import decode_tpu, dispatch, gather_tpu, prompt_tpu
+from jaxkv.pallas_kernels.decode import decode
+from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
+from jaxkv.pallas_kernels.gather import gather
+from jaxkv.pallas_kernels.prompt import prompt
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+#: What is known of a kernel that computes in another order.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+#: Models memory, its transfers and races, and is slow.
+STRICT = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks even of short caches."""
+    monkeypatch.setattr(decode_tpu, "_BLOCK_BYTES", 2**15)
+    monkeypatch.setattr(prompt_tpu, "_ROWS", 128)
+    monkeypatch.setattr(prompt_tpu, "_KEYS", 128)
+    monkeypatch.setattr(gather_tpu, "_BLOCK", 128)
+
+
+def close(got, want, dtype=jnp.float32):
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+# --------------------------------------------------------------------------------------- decode
+
+DECODE = {
+    "sums": ((3, 2, 3, 64, 256), {"statistics": (ColumnSums(),)}),
+    "one_block": ((3, 1, 4, 128, 128), {"statistics": (ColumnSums(),)}),
+    "odd": ((3, 2, 2, 64, 200), {"statistics": (ColumnSums(),), "window": 150}),
+    "odd_rows": ((2, 1, 2, 128, 300), {"statistics": (ColumnSums("mean"),)}),
+    "nothing": ((3, 1, 1, 80, 384), {}),
+    "roots": ((3, 1, 16, 96, 256), {"statistics": (ColumnSums("max", 0.5),)}),
+    "powers": ((2, 1, 2, 256, 256), {"statistics": (ColumnSums(power=0.7),)}),
+}
+
+
+def check_decode(shape, options, dtype=jnp.float32, interpret=True, onto=True):
+    onto = onto and "statistics" in options
+    arguments, there = kernel_cases.decode(0, *shape, dtype=dtype, onto=onto)
+    decode_tpu.check(*arguments, **options)
+    want = jax.jit(functools.partial(decode.plain, **options))(*kernel_cases.without_nan(arguments))
+    run = functools.partial(decode_tpu.run, interpret=interpret, **options)
+    out, keys, values, received = run(*arguments)
+    close(out, want[0], dtype)
+    # Nothing but the new token was written.
+    there = there[..., None]
+    np.testing.assert_array_equal(*(np.where(there, x, 0) for x in (keys, want[1])))
+    there = np.swapaxes(there, 2, 3)
+    np.testing.assert_array_equal(*(np.where(there, x, 0) for x in (values, want[2])))
+    assert len(received) == len(want[3])
+    for got, wanted in zip(received, want[3], strict=True):
+        assert got.dtype == jnp.float32
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("case", DECODE)
+def test_a_fused_step_is_the_plain_step(case, small_blocks):
+    """Fails if: the slot's old key is not masked, values are not masked, the rescaling of the sum
+    is left out, the new token's own score is left out, the window is one longer.
+    """
+    check_decode(*DECODE[case])
+
+
+def test_a_fused_step_in_bfloat16(small_blocks):
+    check_decode((3, 2, 4, 128, 256), {"statistics": (ColumnSums(),)}, jnp.bfloat16)
+    check_decode((3, 1, 2, 64, 256), {"statistics": (ColumnSums(),)}, jnp.bfloat16, onto=False)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_fused_step_reads_no_foreign_memory_and_has_no_race(dim, small_blocks, capsys):
+    shape = (2, 1, 2, dim, 256)
+    check_decode(shape, {"statistics": (ColumnSums(),)}, interpret=STRICT)
+    assert "RACE" not in capsys.readouterr().out.upper()
+
+
+# --------------------------------------------------------------------------------------- prompt
+
+PROMPT = {
+    "sums": ((3, 1, 2, 64, 256, 0), {"statistics": (ColumnSums(),)}),
+    "three_heads": ((2, 2, 3, 64, 200, 0), {"statistics": (ColumnSums(),)}),
+    "behind_slots": ((3, 1, 2, 64, 256, 200), {"statistics": (ColumnSums(),)}),
+    "window": ((2, 1, 4, 96, 384, 0), {"statistics": (ColumnSums("mean"),), "window": 60}),
+    "last": (
+        (2, 1, 2, 128, 256, 77),
+        {"statistics": (ColumnSums("max", 0.5, last=32),), "window": 90},
+    ),
+    "nothing": ((3, 1, 1, 80, 256, 0), {}),
+}
+
+
+def check_prompt(shape, options, dtype=jnp.float32, interpret=True):
+    arguments = kernel_cases.prompt(0, *shape, dtype=dtype)
+    options = {"window": None, "layer": jnp.int32(0), **options}
+    prompt_tpu.check(*arguments, **options)
+    plain = jax.jit(functools.partial(attend_block, **options))
+    want, sums = plain(*kernel_cases.without_nan(arguments))
+    out, received = prompt_tpu.run(*arguments, interpret=interpret, **options)
+    real = np.asarray(arguments[1] >= 0)[:, None, None, :, None]
+    close(np.where(real, out, 0), np.where(real, want, 0), dtype)
+    assert len(received) == len(sums)
+    for got, wanted in zip(received, sums, strict=True):
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("case", PROMPT)
+def test_a_fused_prompt_is_the_plain_prompt(case, small_blocks):
+    """Fails if: padding gives sums, a row of the block before is left out or one too many is
+    counted, blocks before the window are skipped one too early, the maximum starts from 0.
+    """
+    check_prompt(*PROMPT[case])
+
+
+def test_a_fused_prompt_in_bfloat16(small_blocks):
+    check_prompt((2, 1, 2, 128, 256, 0), {"statistics": (ColumnSums(),)}, jnp.bfloat16)
+
+
+def test_a_fused_prompt_reads_no_foreign_memory_and_has_no_race(small_blocks, capsys):
+    check_prompt((2, 1, 2, 64, 256, 128), {"statistics": (ColumnSums(),)}, interpret=STRICT)
+    assert "RACE" not in capsys.readouterr().out.upper()
+
+
+# --------------------------------------------------------------------------------------- gather
+
+
+@pytest.mark.parametrize(
+    ("count", "taken", "dim", "dtype", "interpret"),
+    [
+        (300, 200, 64, jnp.float32, True),
+        (300, 400, 128, jnp.float32, True),
+        (300, 150, 128, jnp.bfloat16, True),
+        (256, 256, 96, jnp.float32, STRICT),
+    ],
+)
+def test_products_with_ones_and_zeros_take_tokens_exactly(
+    count, taken, dim, dtype, interpret, small_blocks
+):
+    rng = np.random.default_rng(0)
+    keys = jnp.array(rng.normal(size=(2, 2, count, dim)), dtype)
+    values = jnp.array(rng.normal(size=(2, 2, dim, count)), dtype)
+    source = jnp.array(rng.integers(0, count, (2, 2, taken)), jnp.int32)
+    gather_tpu.check(keys, values, source)
+    got = gather_tpu.run(keys, values, source, interpret=interpret)
+    for mine, plain in zip(got, gather.plain(keys, values, source), strict=True):
+        np.testing.assert_array_equal(mine, plain)
+
+
+# ----------------------------------------------------------------------------- which one runs
+
+
+def test_a_model_writes_the_same_with_kernels_as_without(shallow, story):
+    """The kernels, put to work by `generate`: blocks, steps, compressing."""
+    prompts = [story[:300], story[300:440]]
+    told = {}
+    for name in ("plain", "mosaic"):
+        with use_kernels(name, interpret=name == "mosaic"):
+            told[name] = jaxkv.generate(
+                shallow, prompts, policy="h2o", budget=160, max_new_tokens=6, logprobs=True
+            )
+            chosen = {operation: {c.name for c in p.values()} for operation, p in kernels().items()}
+            assert all(name in names for names in chosen.values()), chosen
+    assert told["mosaic"].tokens == told["plain"].tokens
+    for fused, plain in zip(told["mosaic"].logprobs, told["plain"].logprobs, strict=True):
+        close(fused, plain)
+
+
+def test_the_report_says_what_ran(small):
+    out = jaxkv.generate(small, [1, 2, 3, 4], policy="h2o", budget=3, max_new_tokens=3)
+    assert out.report.kernels == {"decode": "plain", "gather": "plain", "prompt": "plain"}
+
+
+def arguments_of(dtype, dim=64, slots=256):
+    return kernel_cases.decode(0, 1, 1, 1, dim, slots, dtype)[0]
+
+
+def test_without_any_implementation_the_error_says_why():
+    queries, *rest = arguments_of(jnp.float32)
+    with pytest.raises(
+        ValueError, match=r"no implementation of decode .* plain: .* int8, key float32"
+    ):
+        decode(queries.astype(jnp.int8), *rest)
+
+
+def test_what_is_asked_for_and_cannot_be_is_an_error():
+    with (
+        use_kernels("mosaic"),
+        pytest.raises(ValueError, match=r"'mosaic'.*at least|multiple of 16, got 24"),
+    ):
+        decode(*arguments_of(jnp.float32, dim=24))
+    with use_kernels("mosaic"), pytest.raises(ValueError, match=r"fewer slots than 128 .* got 64"):
+        decode(*arguments_of(jnp.float32, slots=64))
+    with use_kernels("mosaic"), pytest.raises(ValueError, match="only ColumnSums"):
+        decode(*arguments_of(jnp.float32), statistics=(ColumnMaxima(),))
+    with use_kernels("triton"), pytest.raises(ValueError, match="gather cannot run as 'triton'"):
+        gather(*arguments_of(jnp.float32)[3:5], jnp.zeros((1, 1, 128), jnp.int32))
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    real = dispatch.importlib.import_module
+
+    def without_triton(name):
+        if name.endswith("decode_gpu"):
+            raise ImportError("No module named 'jax_triton'")
+        return real(name)
+
+    monkeypatch.setattr(dispatch.importlib, "import_module", without_triton)
+    with use_kernels("triton"), pytest.raises(ValueError, match=r"jax_triton.*jaxkv\[cuda\]"):
+        decode(*arguments_of(jnp.float32))
+
+
+def test_names_of_kernels_are_checked():
+    with pytest.raises(ValueError, match="auto, plain, mosaic, triton, got 'cudnn'"):
+        use_kernels("cudnn").__enter__()
+    with pytest.raises(ValueError, match="interpret=True is for kernels 'mosaic'"):
+        use_kernels("plain", interpret=True).__enter__()
+
+
+def test_on_this_machine_the_plain_version_runs():
+    options = {"window": None, "layer": jnp.int32(0)}
+    prompt(*kernel_cases.without_nan(kernel_cases.prompt(0, 2, 1, 1, 16, 32, 0)), **options)
+    assert kernels()["prompt"][jax.default_backend()].name == "plain"
