@@ -56,6 +56,7 @@ from jaxkv.policies import (
 )
 from jaxkv.report import Report
 from jaxkv.session import Session
+from jaxkv.sharding import mesh
 from jaxkv.statistics import ColumnMaxima, ColumnSums, Rows, Statistic
 
 __version__ = version("jaxkv")
@@ -112,6 +113,7 @@ __all__ = [
     "generate",
     "kernels",
     "load",
+    "mesh",
     "perplexity",
     "plus_heavy",
     "protect",

@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Int
 from jaxkv import cache as slots
 from jaxkv import pages, pool
 from jaxkv.attention import Far, attend_slots, visible
-from jaxkv.cache import Candidates, LayerCache
+from jaxkv.cache import LAYER_AXES, Candidates, LayerCache
 from jaxkv.pallas_kernels.decode import decode, put
 from jaxkv.pallas_kernels.prompt import prompt
 from jaxkv.policies.base import New, Policy, Tokens, protect
 from jaxkv.positions import Rotary
+from jaxkv.sharding import constrain_fields
 
 
 @jax.tree_util.register_dataclass
@@ -92,9 +93,11 @@ def extend(
     )
     if t == 1 and not new.fresh:
         out, layer = _extend_by_one(came, layer, new, policy)
-        return out.reshape(batch, 1, heads, dim), layer
-    out, layer = _extend_by_block(came, layer, new, policy)
-    return jnp.moveaxis(out, 3, 1).reshape(batch, t, heads, dim), layer
+        out = out.reshape(batch, 1, heads, dim)
+    else:
+        out, layer = _extend_by_block(came, layer, new, policy)
+        out = jnp.moveaxis(out, 3, 1).reshape(batch, t, heads, dim)
+    return out, constrain_fields(layer, LAYER_AXES)
 
 
 def _extend_by_one(came, layer, new, policy):

@@ -7,7 +7,7 @@ updated in place.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import pool
 from jaxkv.cache import (
+    LAYER_AXES,
     Cache,
     LayerCache,
     candidates,
@@ -31,6 +32,25 @@ from jaxkv.models.base import structure
 from jaxkv.models.params import Params
 from jaxkv.policies.base import Policy
 from jaxkv.sampling import Sampling, next_token
+from jaxkv.sharding import constrain_fields, on_mesh_of
+
+
+def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`jax.jit`, for the mesh that the first argument lies on."""
+
+    def wrap(function: Callable[..., Any]) -> Any:
+        program = jax.jit(function, **options)
+
+        @functools.wraps(function)
+        def call(first: Any, *rest: Any, **named: Any) -> Any:
+            with on_mesh_of(first):
+                return program(first, *rest, **named)
+
+        call.lower = program.lower  # type: ignore[attr-defined]
+        return call
+
+    return wrap
+
 
 #: Tokens decoded per call of the compiled loop, at most.
 CHUNK = 64
@@ -76,7 +96,7 @@ def _empty_layer(
     config, recent = params.config, policy.recent_queries
     if budget.ndim == 1:
         budget = jnp.broadcast_to(budget[:, None], (budget.shape[0], config.num_kv_heads))
-    return empty_layer(
+    layer = empty_layer(
         budget.astype(jnp.int32),
         slots,
         config.head_dim,
@@ -89,6 +109,7 @@ def _empty_layer(
         page=policy.page_of(index),
         queries=(config.num_heads // config.num_kv_heads, recent) if recent else None,
     )
+    return constrain_fields(layer, LAYER_AXES)
 
 
 def module_of(params: Params) -> Any:
@@ -96,7 +117,7 @@ def module_of(params: Params) -> Any:
     return nnx.merge(structure(params.model, params.config)[0], params.state)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "slots"))
+@_compiled(static_argnames=("policy", "slots"))
 def read_first(
     params: Params,
     tokens: Int[Array, "batch t"],
@@ -110,7 +131,7 @@ def read_first(
     return module_of(params)(tokens, cache, policy, added=added, fresh=True)
 
 
-@functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "logits"))
+@_compiled(static_argnames=("policy",), donate_argnames=("cache", "logits"))
 def read_more(
     params: Params,
     logits: Float[Array, "batch vocab"],
@@ -124,7 +145,7 @@ def read_more(
     return jnp.where(added[:, None] > 0, new_logits, logits), cache
 
 
-@functools.partial(jax.jit, static_argnames=("policy",))
+@_compiled(static_argnames=("policy",))
 def watch(
     params: Params,
     cache: Cache,
@@ -144,7 +165,7 @@ def watch(
     return Cache(layers, cache.length)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "slots"))
+@_compiled(static_argnames=("policy", "slots"))
 def compress(
     params: Params,
     cache: Cache,
@@ -173,7 +194,7 @@ def compress(
     return Cache(tuple(smaller(i, layer) for i, layer in enumerate(cache.layers)), cache.length)
 
 
-@functools.partial(jax.jit, static_argnames=("slots",))
+@_compiled(static_argnames=("slots",))
 def enlarge(cache: Cache, budgets: Int[Array, "layers batch kv_heads"], slots: tuple[int, ...]):
     """A copy of the cache with at least `slots[i]` slots in layer i, and with these budgets."""
 
@@ -192,7 +213,7 @@ def enlarge(cache: Cache, budgets: Int[Array, "layers batch kv_heads"], slots: t
     return Cache(tuple(larger(*each) for each in layers), cache.length)
 
 
-@functools.partial(jax.jit, donate_argnames=("cache",))
+@_compiled(donate_argnames=("cache",))
 def first_token(
     logits: Float[Array, "batch vocab"],
     cache: Cache,
@@ -207,7 +228,7 @@ def first_token(
     return Loop(cache, token, jnp.isin(token, eos), keys, used), logprob
 
 
-@functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("loop",))
+@_compiled(static_argnames=("policy",), donate_argnames=("loop",))
 def decode(
     params: Params,
     loop: Loop,
@@ -251,7 +272,7 @@ def _choose(logits, cache, keys, used, options, running):
     return token, logprob, used
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "at_once"), donate_argnames=("cache",))
+@_compiled(static_argnames=("policy", "at_once"), donate_argnames=("cache",))
 def score_tokens(
     params: Params,
     cache: Cache,

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import ColumnSums, loops
+from jaxkv import ColumnSums, LayerCache, loops
+from jaxkv.cache import LAYER_AXES
 from jaxkv.models.base import structure
 from jaxkv.models.llama import Llama, LlamaConfig
 from jaxkv.models.params import Params
@@ -24,7 +25,7 @@ from jaxkv.policies import get
 from jaxkv.positions import rotary_frequencies
 from jaxkv.room import plan
 from jaxkv.sampling import row_keys, sampling
-from jaxkv.sharding import format_of
+from jaxkv.sharding import format_of, spec_of
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip(
@@ -72,35 +73,36 @@ MODELS = {
 BUDGET = 4000
 
 
-def mesh_of(chip):
+def mesh_of(topology, data=1, model=1):
     try:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:  # whatever this libtpu says of a chip that it does not know
-        pytest.skip(f"libtpu has no topology {CHIPS[chip]}: {str(error).splitlines()[0]}")
-    return Mesh(np.array(topology.devices[:1]), ("device",))
+        pytest.skip(f"libtpu has no topology {topology}: {str(error).splitlines()[0]}")
+    devices = np.array(found.devices[: data * model]).reshape(data, model)
+    return Mesh(devices, ("data", "model"))
 
 
 def on(mesh, tree):
-    """The shapes of a pytree, as arrays on the mesh's device would have them."""
+    """The shapes of a pytree, as arrays on all devices of a mesh would have them."""
     place = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
 
 def abstract_params(mesh, config, dtype=jnp.bfloat16):
     _, shapes, axes = structure(Llama, config)
-    place = NamedSharding(mesh, PartitionSpec())
 
     def put(shape, names):
-        return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=format_of(names, place))
+        spec = spec_of(names, shape.shape, mesh, config.num_kv_heads)
+        place = format_of(names, NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place)
 
     return Params(jax.tree.map(put, shapes, axes), Llama, config)
 
 
-def compiled_steps(chip, config, policy, batch, budget):
+def compiled_steps(mesh, config, policy, batch, budget):
     """The loop of decode steps, compiled; and the shapes of its cache. Prompts have twice the
     budget.
     """
-    mesh = mesh_of(chip)
     params = abstract_params(mesh, config)
     planned = plan(params, get(policy, budget), [2 * budget] * batch, new=2 * budget, grow=64)
 
@@ -109,7 +111,19 @@ def compiled_steps(chip, config, policy, batch, budget):
         ended = jnp.zeros(batch, bool)
         return loops.Loop(cache, jnp.ones(batch, jnp.int32), ended, row_keys(0, batch), None)
 
+    def place(layer):
+        places = {}
+        for name, axes in LAYER_AXES.items():
+            array = getattr(layer, name)
+            if array is not None:
+                spec = NamedSharding(mesh, spec_of(axes, array.shape, mesh))
+                array = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=spec)
+            places[name] = array
+        return LayerCache(**places)
+
     state = on(mesh, jax.eval_shape(start))
+    layers = tuple(map(place, state.cache.layers))
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
     stops, steps = on(mesh, (jnp.array([-1]), jnp.int32(8)))
     with jax.set_mesh(mesh):
         lowered = loops.decode.lower(params, state, sampling(), stops, steps, planned.policy)
@@ -146,7 +160,7 @@ def test_a_step_changes_the_cache_in_place(model, policy):
         config = shallow(config)
     # Of Llama-3-8B the weights alone fill a v5e.
     chip = "v5e" if model == "smollm2" else "v6e"
-    compiled, cache = compiled_steps(chip, config, policy, batch, BUDGET)
+    compiled, cache = compiled_steps(mesh_of(CHIPS[chip]), config, policy, batch, BUDGET)
     assert kernels()["decode"]["tpu"].name == "mosaic"
     assert compiled.as_text().count("tpu_custom_call") == config.num_layers
     total = check_in_place(compiled, cache)
@@ -162,9 +176,27 @@ def test_a_step_changes_the_cache_in_place(model, policy):
 def test_so_it_does_on_every_chip(model, chip):
     """Two layers. (For tpu7x the compiler copies the table of tokens, for its sparse cores.)"""
     config, batch = MODELS[model]
-    compiled, cache = compiled_steps(chip, shallow(config), "h2o", batch, BUDGET)
+    compiled, cache = compiled_steps(mesh_of(CHIPS[chip]), shallow(config), "h2o", batch, BUDGET)
     assert compiled.as_text().count("tpu_custom_call") == 2
     check_in_place(compiled, cache)
+
+
+@pytest.mark.parametrize(("topology", "data", "model"), [("v5e:2x2", 1, 4), ("v5e:4x4", 2, 8)])
+def test_on_a_mesh_only_hidden_states_travel(topology, data, model):
+    """Fails if the cache is not divided, or if a step of a layer gathers it."""
+    mesh, config = mesh_of(topology, data, model), shallow(MODELS["llama_3_8b"][0])
+    compiled, cache = compiled_steps(mesh, config, "h2o", 16, BUDGET)
+    text = compiled.as_text()
+    assert text.count("tpu_custom_call") == config.num_layers
+    slots = cache.layers[0].slots
+    for line in text.splitlines():
+        found = re.search(r"= (\S+) (all-gather|all-to-all|collective-permute)", line)
+        assert not found or str(slots) not in found[1], line
+    # Of each layer two sums: after attention and after the MLP. One more for the embedding.
+    sums = len(re.findall(r" all-reduce(?:-start)?\(", text))
+    assert sums <= 2 * config.num_layers + 6, sums
+    total = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
+    assert compiled.memory_analysis().alias_size_in_bytes < 1.1 * total / (data * model) + 1e6
 
 
 def decode_shapes(batch, kv_heads, group, dim, slots, dtype):
@@ -224,7 +256,7 @@ def compiled_for(mesh, function, shapes):
 )
 def test_kernels_compile_for_every_kind_of_head(dim, group, dtype):
     """Steps over an odd number of slots and over many, a prompt behind slots, compressing."""
-    mesh, last = mesh_of("v5e"), ColumnSums("max", 0.5, last=32)
+    mesh, last = mesh_of(CHIPS["v5e"]), ColumnSums("max", 0.5, last=32)
     step = functools.partial(decode_tpu.run, statistics=(last,), window=None)
     for slots in (900, 131_072):
         compiled_for(mesh, step, decode_shapes(2, 2, group, dim, slots, dtype))
@@ -239,8 +271,8 @@ def test_a_prompt_needs_no_matrix_as_large_as_the_text_squared(chip):
         prompt_tpu.run, window=None, layer=jnp.int32(0), statistics=(ColumnSums(),)
     )
     shapes = prompt_shapes(1, 8, 4, 128, 32_768, 0, jnp.bfloat16)
-    compiled = compiled_for(mesh_of(chip), run, shapes)
+    compiled = compiled_for(mesh_of(CHIPS[chip]), run, shapes)
     # The log-sum-exp of 32 heads, and small things; of one head the matrix has 4 GB.
     assert compiled.memory_analysis().temp_size_in_bytes < 16e6
     gather = gather_shapes(1, 8, 128, 32_768, 6560, jnp.bfloat16)
-    compiled_for(mesh_of(chip), gather_tpu.run, gather)
+    compiled_for(mesh_of(CHIPS[chip]), gather_tpu.run, gather)

@@ -13,6 +13,7 @@ from jaxkv.cache import Cache, LayerCache
 from jaxkv.extend import NewTokens, new_tokens
 from jaxkv.models.config import Config
 from jaxkv.policies.base import Policy
+from jaxkv.sharding import constrain
 
 
 class CausalLM(nnx.Module):
@@ -70,6 +71,7 @@ class CausalLM(nnx.Module):
             added = jnp.full((batch,), t, jnp.int32)
         new = new_tokens(cache.length, added, t, fresh=fresh)
         x = self.embed(tokens, jnp.maximum(new.positions, 0))
+        x = constrain(x, ("batch", None, None))
         layers = []
         for index, (block, layer) in enumerate(zip(self.layers, cache.layers, strict=True)):
             x, layer = _call_block(block, x, layer, new, policy, jnp.int32(index))

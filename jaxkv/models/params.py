@@ -19,7 +19,7 @@ from jaxkv.models.config import Config
 from jaxkv.models.convert import Checkpoint, open_checkpoint
 from jaxkv.models.registry import ARCHITECTURES
 from jaxkv.progress import spinner
-from jaxkv.sharding import format_of
+from jaxkv.sharding import format_of, spec_of
 from jaxkv.tokenizer import Tokenizer
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -73,7 +73,9 @@ class Params:
         return f"Params({name}: {self.model.__name__}, {count / 1e6:.1f}M weights, {self.dtype})"
 
 
-def load(name: str | os.PathLike[str], *, dtype: Any = None) -> Params:
+def load(
+    name: str | os.PathLike[str], *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None
+) -> Params:
     """Loads a model.
 
     Args:
@@ -81,6 +83,8 @@ def load(name: str | os.PathLike[str], *, dtype: Any = None) -> Params:
         `config.json` and safetensors, or a `.gguf` file.
       dtype: of the weights and of the cache; by default float32 on CPU (where narrower types are
         slower) and bfloat16 elsewhere.
+      mesh: from `jaxkv.mesh`: weights go from their files to the devices that hold a part of them,
+        and what is generated with them runs on all of these.
 
     Raises:
       CheckpointError: there is no such model, its architecture is unknown, or its files are
@@ -108,7 +112,7 @@ def load(name: str | os.PathLike[str], *, dtype: Any = None) -> Params:
             raise CheckpointError(
                 f"{path} is damaged, or a field has a wrong type: {told}"
             ) from error
-        state = _read_state(checkpoint, model, config, jnp.dtype(dtype))
+        state = _read_state(checkpoint, model, config, jnp.dtype(dtype), mesh)
     return Params(state, model, config, checkpoint.tokenizer, os.fspath(name))
 
 
@@ -132,11 +136,15 @@ def _architecture(checkpoint: Checkpoint) -> type[CausalLM]:
 
 
 def _read_state(
-    checkpoint: Checkpoint, model: type[CausalLM], config: Config, dtype: np.dtype
+    checkpoint: Checkpoint,
+    model: type[CausalLM],
+    config: Config,
+    dtype: np.dtype,
+    mesh: jax.sharding.Mesh | None,
 ) -> dict[str, Any]:
     """Reads, checks and converts every tensor the model asks for, several at a time."""
     _, shapes, axes = structure(model, config)
-    axes_of, device = flatten(axes), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    axes_of = flatten(axes)
     wanted = {path: _locate(checkpoint, model, path) for path in flatten(shapes)}
     tied = (
         {"lm_head.weight", "embed_out.weight", "output.weight"} if config.tie_embeddings else set()
@@ -167,9 +175,7 @@ def _read_state(
             raise CheckpointError(
                 f"{checkpoint.path}: tensor {wanted[path]} holds a NaN or infinity at {bad}"
             )
-        found = jnp.asarray(array, dtype)
-        place = format_of(axes_of[path], device)
-        return found if place is device else jax.device_put(found, place)
+        return _placed(array, dtype, axes_of[path], config, mesh)
 
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         futures = map_with_path(lambda path, shape: pool.submit(read, path, shape), shapes)
@@ -178,6 +184,24 @@ def _read_state(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _placed(
+    array: np.ndarray,
+    dtype: np.dtype,
+    axes: tuple[str | None, ...],
+    config: Config,
+    mesh: jax.sharding.Mesh | None,
+) -> jax.Array:
+    """A tensor on its devices."""
+    if mesh is not None:
+        spec = spec_of(axes, array.shape, mesh, config.num_kv_heads)
+        place = format_of(axes, jax.sharding.NamedSharding(mesh, spec))
+        return jax.device_put(array.astype(dtype), place)
+    found = jnp.asarray(array, dtype)
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = format_of(axes, alone)
+    return found if place is alone else jax.device_put(found, place)
 
 
 def _locate(checkpoint: Checkpoint, model: type[CausalLM], path: str) -> str:

@@ -114,4 +114,23 @@ def column_sums(statistics: tuple[Statistic, ...]) -> ColumnSums | None:
     return statistics[0]
 
 
-decode = Operation("decode", _plain, _check, {"mosaic": "decode_tpu", "triton": "decode_gpu"})
+_HEADS = ("batch", "kv_heads")
+decode = Operation(
+    name="decode",
+    plain=_plain,
+    check=_check,
+    axes=(
+        ("batch", "heads", None),
+        (*_HEADS, None),
+        (*_HEADS, None),
+        (*_HEADS, None, None),
+        (*_HEADS, None, None),
+        (*_HEADS, None),
+        _HEADS,
+        ("batch",),
+        (*_HEADS, None),
+        (),
+    ),
+    out_axes=(("batch", "heads", None), *((*_HEADS, None, None),) * 2, (*_HEADS, None)),
+    overrides={"mosaic": "decode_tpu", "triton": "decode_gpu"},
+)

@@ -13,12 +13,15 @@ may need packages that are not installed.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+
+from jaxkv.sharding import by_device
 
 #: The platform that an override is for, as `jax.lax.platform_dependent` calls it, and the extra
 #: that installs what it needs.
@@ -58,6 +61,8 @@ class Operation:
       name: as users see it.
       plain: the definition.
       check: raises `NotImplementedError` for what not even the definition can serve.
+      axes, out_axes: logical axes of the arrays, and of what is returned. On a mesh, overrides run
+        on each device's part of a batch and of heads.
       overrides: module names by implementation.
 
     """
@@ -65,6 +70,8 @@ class Operation:
     name: str
     plain: Callable[..., Any]
     check: Callable[..., None]
+    axes: tuple[tuple[str | None, ...], ...]
+    out_axes: Any
     overrides: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *arrays: Any, **options: Any) -> Any:
@@ -87,7 +94,7 @@ class Operation:
                     f"{self.name} cannot run as {forced.name!r}, which was asked for: {refusal}"
                 )
             self._note("any", Choice(forced.name, {}))
-            return run(*arrays, **options, interpret=forced.interpret)
+            return self._by_device(run, arrays, {**options, "interpret": forced.interpret})
         branches = {}
         for platform in _platforms():
             run, choice = self._choose(platform, arrays, options)
@@ -98,15 +105,24 @@ class Operation:
             return self.plain(*arrays, **options)
         if default is None and len(branches) == 1:
             (run,) = branches.values()
-            return run(*arrays, **options)
+            return self._by_device(run, arrays, options)
         return lax.platform_dependent(
             *arrays,
             default=lambda *arrays: self.plain(*arrays, **options),
             **{
-                _LOWERING.get(platform, platform): lambda *arrays, run=run: run(*arrays, **options)
+                _LOWERING.get(platform, platform): lambda *arrays, run=run: self._by_device(
+                    run, arrays, options
+                )
                 for platform, run in branches.items()
             },
         )
+
+    def _by_device(self, run: Callable[..., Any], arrays: Any, options: Any) -> Any:
+        """Runs an override, which knows of one device, on all devices of a mesh."""
+        function = functools.partial(run, **options)
+        if run is self.plain:
+            return function(*arrays)
+        return by_device(function, arrays, self.axes[: len(arrays)], self.out_axes)
 
     def _choose(
         self, platform: str, arrays: Any, options: Any

@@ -26,4 +26,12 @@ def _check(keys: Any, values: Any, source: Any) -> None:
     check_dtypes(keys=keys, values=values)
 
 
-gather = Operation("gather", _plain, _check, {"mosaic": "gather_tpu"})
+_ROWS = ("batch", "kv_heads", None, None)
+gather = Operation(
+    name="gather",
+    plain=_plain,
+    check=_check,
+    axes=(_ROWS, _ROWS, _ROWS[:3]),
+    out_axes=(_ROWS, _ROWS),
+    overrides={"mosaic": "gather_tpu"},
+)

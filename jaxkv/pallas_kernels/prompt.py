@@ -17,4 +17,18 @@ def _check(queries: Any, query_positions: Any, keys: Any, *rest: Any, **options:
     check_dtypes(queries=queries, keys=keys)
 
 
-prompt = Operation("prompt", attend_block, _check, {"mosaic": "prompt_tpu", "triton": "prompt_gpu"})
+_HEADS = ("batch", "kv_heads")
+prompt = Operation(
+    name="prompt",
+    plain=attend_block,
+    check=_check,
+    axes=(
+        (*_HEADS, None, None, None),
+        ("batch", None),
+        (*_HEADS, None, None),
+        (*_HEADS, None, None),
+        (*_HEADS, None),
+    ),
+    out_axes=((*_HEADS, None, None, None), (*_HEADS, None)),
+    overrides={"mosaic": "prompt_tpu", "triton": "prompt_gpu"},
+)
