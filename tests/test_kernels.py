@@ -1,8 +1,5 @@
 """Kernels against the plain definition of their operation, run by Pallas' interpreters; and which
-implementation runs where.
-
-Mutations tried by hand, and the tests that failed: see each test.
-"""
+implementation runs where."""
 
 import functools
 
@@ -80,8 +77,9 @@ def check_decode(shape, options, dtype=jnp.float32, interpret=True, onto=True):
 
 @pytest.mark.parametrize("case", DECODE)
 def test_a_fused_step_is_the_plain_step(case, small_blocks):
-    """Fails if: the slot's old key is not masked, values are not masked, the rescaling of the sum
-    is left out, the new token's own score is left out, the window is one longer.
+    """Seen to fail when the slot's old key counts, values are not masked, the sum is not rescaled,
+    the new token's own score is missing, the window is one longer, sequences that have ended give
+    something, or values do not come back in place.
     """
     check_decode(*DECODE[case])
 
@@ -129,8 +127,9 @@ def check_prompt(shape, options, dtype=jnp.float32, interpret=True):
 
 @pytest.mark.parametrize("case", PROMPT)
 def test_a_fused_prompt_is_the_plain_prompt(case, small_blocks):
-    """Fails if: padding gives sums, a row of the block before is left out or one too many is
-    counted, blocks before the window are skipped one too early, the maximum starts from 0.
+    """Seen to fail when padding counts, the last block of keys is skipped, blocks before the window
+    are skipped one too early, the last rows are one fewer, rows that see nothing count what is
+    masked, or values are not masked.
     """
     check_prompt(*PROMPT[case])
 
