@@ -36,7 +36,7 @@ from jaxkv.sharding import constrain_fields, on_mesh_of
 
 
 def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`jax.jit`, for the mesh that the first argument lies on."""
+    """`jax.jit`, for the mesh that the first argument lies on; `program` is the jitted function."""
 
     def wrap(function: Callable[..., Any]) -> Any:
         program = jax.jit(function, **options)
@@ -46,7 +46,7 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             with on_mesh_of(first):
                 return program(first, *rest, **named)
 
-        call.lower = program.lower  # type: ignore[attr-defined]
+        call.program = program  # type: ignore[attr-defined]
         return call
 
     return wrap

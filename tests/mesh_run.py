@@ -29,6 +29,7 @@ OPTIONS = {
     "r_kv": {"window": 4, "burst": 4},
     "scissorhands": {"recent": 4},
     "streaming": {"sinks": 2},
+    "lm_infinite": {"globals": 2},
 }
 
 

@@ -126,7 +126,9 @@ def compiled_steps(mesh, config, policy, batch, budget):
     state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
     stops, steps = on(mesh, (jnp.array([-1]), jnp.int32(8)))
     with jax.set_mesh(mesh):
-        lowered = loops.decode.lower(params, state, sampling(), stops, steps, planned.policy)
+        lowered = loops.decode.program.lower(
+            params, state, sampling(), stops, steps, planned.policy
+        )
     return lowered.compile(), state.cache
 
 

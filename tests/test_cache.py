@@ -308,7 +308,7 @@ def test_decoding_updates_the_cache_in_place(small, monkeypatch):
     args = small, loop, sampling(), jnp.array([-1]), jnp.int32(8), policy
     # Lowering puts descriptions in the place of arrays.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    memory = loops.decode.lower(*args).compile().memory_analysis()
+    memory = loops.decode.program.lower(*args).compile().memory_analysis()
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert memory.alias_size_in_bytes >= held
     # Nor does the loop keep a copy of even one layer.

@@ -277,11 +277,11 @@ def test_the_report_says_what_is_in_the_cache(shallow, story):
 def test_new_lengths_do_not_compile_anew(shallow, story):
     options = {"policy": "h2o", "budget": 0.3, "max_new_tokens": 4}
     jaxkv.generate(shallow, story[:100], **options)
-    programs = loops.read_first._cache_size(), loops.decode._cache_size()
+    programs = loops.read_first.program._cache_size(), loops.decode.program._cache_size()
     clock = CompileClock()
     jaxkv.generate(shallow, story[:97], **options)
     jaxkv.generate(shallow, story[:103], **options | {"max_new_tokens": 5})
-    assert (loops.read_first._cache_size(), loops.decode._cache_size()) == programs
+    assert (loops.read_first.program._cache_size(), loops.decode.program._cache_size()) == programs
     assert clock.seconds < 1
 
 

@@ -514,7 +514,7 @@ def compile_for_gpu(prompt: bool) -> dict[str, Any]:
         else:
             eos, steps = shapes(lambda: jnp.zeros((1,), jnp.int32)), shapes(lambda: jnp.int32(0))
             loop, options = shapes(start), shapes(sampling)
-            lowered = loops.decode.lower(params, loop, options, eos, steps, policy)
+            lowered = loops.decode.program.lower(params, loop, options, eos, steps, policy)
     compiled = lowered.compile()
     hlo = compiled.as_text()
     of_cache = [
