@@ -30,6 +30,8 @@ OPTIONS = {
     "scissorhands": {"recent": 4},
     "streaming": {"sinks": 2},
     "lm_infinite": {"globals": 2},
+    "kvzip": {"sinks": 1},
+    "chunkkv": {"of": jaxkv.SnapKV(window=4)},
 }
 
 
@@ -42,7 +44,7 @@ def policy(name, params):
         config = params.config
         shape = (config.num_layers, 2 * config.num_kv_heads * config.head_dim + 1)
         weights = np.random.default_rng(0).normal(size=(*shape, config.num_kv_heads))
-        options["surrogate"] = jaxkv.Surrogate(weights)
+        options |= {"surrogate": jaxkv.Surrogate(weights), "recent": 3, "sinks": 1}
     made = registered()[name](**options)
     return dataclasses.replace(made, budget=8) if made.evicts or made.selects != "all" else made
 
