@@ -510,7 +510,7 @@ def compile_for_gpu(prompt: bool) -> dict[str, Any]:
             logits = shapes(lambda: jnp.zeros((batch, config.vocab_size), jnp.float32))
             tokens = shapes(lambda: jnp.zeros((batch, t), jnp.int32))
             added = shapes(lambda: jnp.zeros((batch,), jnp.int32))
-            lowered = loops.read_more.lower(params, logits, cache, tokens, added, policy)
+            lowered = loops.read_more.program.lower(params, logits, cache, tokens, added, policy)
         else:
             eos, steps = shapes(lambda: jnp.zeros((1,), jnp.int32)), shapes(lambda: jnp.int32(0))
             loop, options = shapes(start), shapes(sampling)
