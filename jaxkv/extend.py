@@ -108,9 +108,10 @@ def _extend_by_one(came, layer, new, policy):
     layer = slots.note(layer, position, trait)
     by_head = layer.by_head()
     statistics = policy.collect(step=True)
-    scores = None
-    if _is_plain(layer, policy, came.rotary):
-        scores = layer.scores if policy.accumulates else None
+    plain = _is_plain(layer, policy, came.rotary)
+    # Attention may add to the scores itself.
+    onto = layer.scores if plain and policy.accumulates else None
+    if plain:
         batch, kv_heads, group, dim = q.shape
         out, keys, values, received = decode(
             q.reshape(batch, kv_heads * group, dim),
@@ -121,33 +122,30 @@ def _extend_by_one(came, layer, new, policy):
             by_head,
             layer.free,
             position,
-            scores,
+            onto,
             came.layer,
             statistics=statistics,
             window=came.window,
         )
-        layer = dataclasses.replace(layer, keys=keys, values=values)
-        came = came._replace(turned=q[:, :, :, None])
-        layer, queries = _note_queries(layer, came, new)
-        tokens = _tokens_of_step(came, new, layer, by_head, keys, queries)
     else:
         keys, values = put(layer.keys, layer.values, k, v, layer.free)
-        layer = dataclasses.replace(layer, keys=keys, values=values)
-        q, turned_keys = _turn_one(q, layer, position, policy, came.rotary)
-        came = came._replace(turned=q[:, :, :, None])
-        layer, queries = _note_queries(layer, came, new)
-        at_once = layer.starts is not None and policy.tokenwise
-        rows = layer.positions if at_once else by_head
-        tokens = _tokens_of_step(came, new, layer, rows, turned_keys, queries)
+    layer = dataclasses.replace(layer, keys=keys, values=values)
+    q, turned_keys = _turn_one(q, layer, position, policy, came.rotary)
+    came = came._replace(turned=q[:, :, :, None])
+    layer, queries = _note_queries(layer, came, new)
+    as_one_row = layer.starts is not None and policy.tokenwise
+    rows = layer.positions if as_one_row else by_head
+    tokens = _tokens_of_step(came, new, layer, rows, turned_keys, queries)
+    if not plain:
         out, layer, received = _attend_in_parts(
             q, k, came, layer, policy, tokens, by_head, turned_keys, statistics
         )
-        if at_once:
+        if as_one_row:
             # What a slot got from other heads than its own is 0.
             received = tuple(jnp.sum(x, 1, keepdims=True) for x in received)
     tokens = tokens._replace(received=received)
     if policy.needs_scores:
-        remembered = policy.remember(tokens) if scores is None else received[0]
+        remembered = policy.remember(tokens) if onto is None else received[0]
         tokens = tokens._replace(scores=remembered)
         if remembered.shape != layer.positions.shape:
             remembered = jnp.sum(jnp.where(layer.own(), remembered, 0.0), 1, keepdims=True)

@@ -154,9 +154,7 @@ def shallow(config, layers=2):
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_changes_the_cache_in_place(model, policy):
-    """Fails if keys are transposed where TPU keeps slots in rows, if the table of tokens is laid
-    out by columns, or if the step is not fused.
-    """
+    """One kernel per layer, and nothing beside it that grows with the cache."""
     config, batch = MODELS[model]
     if policy == "full":
         config = shallow(config)
@@ -185,7 +183,7 @@ def test_so_it_does_on_every_chip(model, chip):
 
 @pytest.mark.parametrize(("topology", "data", "model"), [("v5e:2x2", 1, 4), ("v5e:4x4", 2, 8)])
 def test_on_a_mesh_only_hidden_states_travel(topology, data, model):
-    """Fails if the cache is not divided, or if a step of a layer gathers it."""
+    """The cache is divided, and no step of a layer gathers it."""
     mesh, config = mesh_of(topology, data, model), shallow(MODELS["llama_3_8b"][0])
     compiled, cache = compiled_steps(mesh, config, "h2o", 16, BUDGET)
     text = compiled.as_text()

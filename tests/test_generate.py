@@ -16,9 +16,7 @@ import jaxkv
 from jaxkv import loops
 from jaxkv.cache import UNBOUNDED
 from jaxkv.compilation import CompileClock
-from jaxkv.policies import get, registered
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+from jaxkv.policies import base, get, registered
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -285,7 +283,8 @@ def test_new_lengths_do_not_compile_anew(shallow, story):
     assert clock.seconds < 1
 
 
-def test_the_policy_of_the_readme(shallow, story):
+def test_the_policy_of_the_readme(shallow, story, monkeypatch):
+    monkeypatch.setattr(base, "_REGISTRY", registered())
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     (code,) = [c for c in re.findall(r"```python\n(.*?)```", readme, re.S) if "@jaxkv.reg" in c]
     definition = code.split("\n\n# use it")[0]

@@ -207,11 +207,14 @@ def test_without_any_implementation_the_error_says_why():
 def test_what_is_asked_for_and_cannot_be_is_an_error():
     with (
         use_kernels("mosaic"),
-        pytest.raises(ValueError, match=r"'mosaic'.*at least|multiple of 16, got 24"),
+        pytest.raises(ValueError, match=r"'mosaic'.*multiple of 16, got 24"),
     ):
         decode(*arguments_of(jnp.float32, dim=24))
     with use_kernels("mosaic"), pytest.raises(ValueError, match=r"fewer slots than 128 .* got 64"):
         decode(*arguments_of(jnp.float32, slots=64))
+    too_many = kernel_cases.decode(0, 1, 1, 17, 64, 256)[0]
+    with use_kernels("mosaic"), pytest.raises(ValueError, match="at most 16 query heads, got 17"):
+        decode(*too_many)
     with use_kernels("mosaic"), pytest.raises(ValueError, match="only ColumnSums"):
         decode(*arguments_of(jnp.float32), statistics=(ColumnMaxima(),))
     with use_kernels("triton"), pytest.raises(ValueError, match="gather cannot run as 'triton'"):
@@ -229,6 +232,11 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(dispatch.importlib, "import_module", without_triton)
     with use_kernels("triton"), pytest.raises(ValueError, match=r"jax_triton.*jaxkv\[cuda\]"):
         decode(*arguments_of(jnp.float32))
+
+
+def test_the_rows_that_count_are_at_least_one():
+    with pytest.raises(ValueError, match="last must be an int >= 1 or None, got 0"):
+        ColumnSums(last=0)
 
 
 def test_names_of_kernels_are_checked():

@@ -20,9 +20,6 @@ RUN = Path(__file__).parent / "mesh_run.py"
 
 
 def test_eight_devices_keep_and_write_what_one_does():
-    """Fails if a device's part of the batch attends to the slots of another, or if weights are
-    divided across heads.
-    """
     run = subprocess.run([sys.executable, RUN], capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-2000:]
     *cases, weight = map(json.loads, run.stdout.splitlines())

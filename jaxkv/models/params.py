@@ -197,7 +197,7 @@ def _placed(
     if mesh is not None:
         spec = spec_of(axes, array.shape, mesh, config.num_kv_heads)
         place = format_of(axes, jax.sharding.NamedSharding(mesh, spec))
-        return jax.device_put(array.astype(dtype), place)
+        return jax.device_put(array.astype(dtype, copy=False), place)
     found = jnp.asarray(array, dtype)
     alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = format_of(axes, alone)

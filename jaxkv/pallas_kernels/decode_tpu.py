@@ -30,8 +30,9 @@ _MASKED = -1e30
 _LANES = 128
 #: Bytes of a block of keys or of values. There are two of each in VMEM, beside copies.
 _BLOCK_BYTES = 2**20
-#: Slots of which logits, scores and positions fit VMEM beside the blocks.
-_MOST_SLOTS = 2**17
+#: Slots, and query heads of a KV head, of which logits, scores and positions fit VMEM beside the
+#: blocks.
+_MOST_SLOTS, _MOST_QUERIES = 2**17, 16
 
 
 def check(
@@ -46,9 +47,9 @@ def check(
     window: int | None = None,
 ) -> None:
     """Raises `NotImplementedError` for what the kernel does not serve."""
-    del key, values, rest, window
+    del rest, window
     column_sums(statistics)
-    check_dtypes(queries=queries, keys=keys, value=value)
+    check_dtypes(queries=queries, key=key, value=value, keys=keys, values=values)
     if keys.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"dtype must be float32 or bfloat16, got {keys.dtype.name}")
     dim, slots = keys.shape[-1], positions.shape[-1]
@@ -56,6 +57,14 @@ def check(
         raise NotImplementedError(f"head dim must be a multiple of 16, got {dim}")
     if slots < _LANES:
         raise NotImplementedError(f"fewer slots than {_LANES} are not worth a kernel, got {slots}")
+    kv_heads, rows = positions.shape[1], keys.shape[1]
+    if rows != kv_heads:
+        raise NotImplementedError(f"each KV head must have its own slots, got {rows} rows of slots")
+    if queries.shape[1] // kv_heads > _MOST_QUERIES:
+        raise NotImplementedError(
+            f"a KV head must have at most {_MOST_QUERIES} query heads, got "
+            f"{queries.shape[1] // kv_heads}"
+        )
     if slots > _MOST_SLOTS:
         raise NotImplementedError(f"at most {_MOST_SLOTS} slots fit VMEM, got {slots}")
 

@@ -3,6 +3,9 @@
 The sums over rows of a matrix of probabilities are wanted, and the matrix is too large to be
 stored. Plain JAX passes over blocks of rows and has whole rows at hand; kernels keep each row's
 log-sum-exp from a first pass, and make the probabilities again in a second one, key by key.
+
+The real tokens of a block come first and have consecutive positions (see `extend.new_tokens`);
+kernels rely on it.
 """
 
 from typing import Any
