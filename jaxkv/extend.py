@@ -19,7 +19,7 @@ from jaxkv.cache import LAYER_AXES, Candidates, LayerCache
 from jaxkv.pallas_kernels.decode import decode, put
 from jaxkv.pallas_kernels.prompt import prompt
 from jaxkv.policies.base import New, Policy, Tokens, protect
-from jaxkv.positions import Rotary
+from jaxkv.positions import Rotary, Turns, turn
 from jaxkv.sharding import constrain_fields
 
 
@@ -34,17 +34,29 @@ class NewTokens:
     length: Int[Array, " batch"]
     #: How many of the new tokens are real.
     added: Int[Array, " batch"]
+    #: What `positions` mean for `rotary`, `[batch, t, pairs]`.
+    turns: Turns | None
+    rotary: Rotary | None = dataclasses.field(metadata={"static": True})
     #: The cache is known to be empty: slots need not be read.
     fresh: bool = dataclasses.field(metadata={"static": True})
 
 
 def new_tokens(
-    seen: Int[Array, " batch"], added: Int[Array, " batch"], t: int, *, fresh: bool
+    seen: Int[Array, " batch"],
+    added: Int[Array, " batch"],
+    t: int,
+    *,
+    fresh: bool,
+    rotary: Rotary | None = None,
 ) -> NewTokens:
-    """The next `t` tokens of sequences that have `seen` tokens; the first `added` are real."""
+    """The next `t` tokens of sequences that have `seen` tokens; the first `added` are real.
+
+    `rotary` says how the model rotates queries and keys; None for models that do not.
+    """
     offsets = jnp.arange(t)
-    positions = jnp.where(offsets < added[:, None], seen[:, None] + offsets, -1)
-    return NewTokens(positions.astype(jnp.int32), seen + added, added, fresh)
+    positions = jnp.where(offsets < added[:, None], seen[:, None] + offsets, -1).astype(jnp.int32)
+    turns = None if rotary is None else rotary.shared_turns(positions)
+    return NewTokens(positions, seen + added, added, turns, rotary, fresh)
 
 
 def extend(
@@ -56,7 +68,6 @@ def extend(
     policy: Policy,
     *,
     index: Int[Array, ""],
-    rotary: Rotary | None = None,
     window: int | None = None,
     output: Float[Array, "embed heads_dim"] | None = None,
 ) -> tuple[Float[Array, "batch t heads dim"], LayerCache]:
@@ -68,7 +79,6 @@ def extend(
       new: positions and padding of the new tokens.
       policy: whose order decides.
       index: number of this layer, a traced int32 scalar.
-      rotary: how queries and keys are rotated; None for models without rotary positions.
       window: the model's own sliding window in tokens, if it has one.
       output: weight of the output projection, for policies that weigh values by it.
 
@@ -86,7 +96,7 @@ def extend(
         keys=jnp.moveaxis(keys, 1, 2),
         values=jnp.moveaxis(values, 1, 3),
         positions=new.positions,
-        rotary=rotary,
+        rotary=new.rotary,
         window=window,
         output=output,
         layer=index,
@@ -102,7 +112,7 @@ def extend(
 
 def _extend_by_one(came, layer, new, policy):
     position = came.positions[:, 0]
-    q, k = _as_stored(came, policy)
+    q, k = _as_stored(came, new, policy)
     q, k, v = q[:, :, :, 0], k[:, :, 0], came.values[..., 0]
     trait = policy.trait(came)[..., 0] if policy.needs_traits else None
     layer = slots.note(layer, position, trait)
@@ -211,7 +221,7 @@ def _tokens_of_step(came, new, layer, positions, turned_keys, queries):
 
 def _extend_by_block(came, layer, new, policy):
     rows = layer if layer.starts is None else pool.spread(layer)
-    q, k = _as_stored(came, policy)
+    q, k = _as_stored(came, new, policy)
     positions = jnp.broadcast_to(new.positions[:, None], k.shape[:3])
     block = Candidates(
         k,
@@ -264,15 +274,15 @@ def _extend_by_block(came, layer, new, policy):
     return lax.optimization_barrier((out, layer))
 
 
-def _as_stored(came, policy):
+def _as_stored(came, new, policy):
     """Queries and keys of new tokens as the cache holds keys: rotated to their own positions under
     "original" ones, as they come under the others.
     """
     queries, keys = came.queries, came.keys
     if came.rotary is None or policy.positions != "original":
         return queries, keys
-    at = came.positions[:, None]
-    return came.rotary(queries, at[:, :, None]), came.rotary(keys, at)
+    cos, sin = (x[:, None] for x in new.turns)
+    return turn(queries, (cos[:, :, None], sin[:, :, None])), turn(keys, (cos, sin))
 
 
 def _turn_one(q, layer, position, policy, rotary):
@@ -403,7 +413,7 @@ def judge(
         output=None,
         layer=index,
     )
-    new = NewTokens(came.positions, length, jnp.zeros_like(length), fresh=False)
+    new = NewTokens(came.positions, length, jnp.zeros_like(length), None, None, fresh=False)
     stored = slots.candidates(layer)
     tokens = _tokens(came, new, layer.budget, stored, stored.keys, None, step=False)
     return _priority(policy, tokens)

@@ -157,7 +157,7 @@ def check_room(params: Params, policy: Policy, total: int, budget: int, block: i
     """
     config, name = params.config, params.name or "the model"
     moving = policy.positions != "original"
-    if moving and not config.rotary:
+    if moving and config.rotary_embedding is None:
         raise ValueError(
             f"{policy!r} has {policy.positions} positions, which need rotary embeddings; {name} "
             "adds learned positions to the hidden state: use positions='original', or another "
@@ -169,7 +169,7 @@ def check_room(params: Params, policy: Policy, total: int, budget: int, block: i
         able = [n for n, known in registered().items() if known.positions != "original"]
         advice = (
             f", or use positions='rolling' or a policy that goes on by itself: {', '.join(able)}"
-            if config.rotary
+            if config.rotary_embedding
             else ""
         )
         raise ValueError(

@@ -2,10 +2,12 @@
 
     python scripts/benchmark.py                       # the table of README.md
     python scripts/benchmark.py --quick --json out.json
+    python scripts/benchmark.py --vs transformers kvpress openvino     # beside peers, see below
 
 A decode step must read the weights and the live cache once; what a plain parallel sum over a
 large array reaches is the limit. Every cell runs `--repeats` times, cells taken in turn, and the
 median counts; the machine's own drift is in the bandwidth, which is measured before every cell.
+With `--vs`, other libraries are installed and measured beside jaxkv instead (`benchmark_peers.py`).
 """
 
 import argparse
@@ -20,10 +22,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import benchmark_peers
 import jax
 import jax.numpy as jnp
 import numpy as np
+from policies_table import python_documentation
 from rich.console import Console
 from rich.table import Table
 
@@ -45,6 +50,11 @@ STEPS = 16
 #: Compiled loops that run before a cache that only grows must be made anew.
 RUNS = 4
 SUM_BYTES = 2**29
+MACHINE = {
+    "jax": jax.__version__,
+    "python": platform.python_version(),
+    "cores": os.cpu_count(),
+}
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -117,9 +127,11 @@ def decode_cell(params: jaxkv.Params, batch: int, slots: int, name: str) -> Call
     }
 
 
-def prompt_cell(params: jaxkv.Params, length: int, name: str) -> Callable[[], dict]:
-    """A function that times the reading of a prompt."""
-    policy = get(name)
+def prompt_cell(
+    params: jaxkv.Params, length: int, name: str, kept: int | None = None
+) -> Callable[[], dict]:
+    """A function that times the reading of a prompt, of which `kept` tokens stay."""
+    policy = get(name, kept)
     rng = np.random.default_rng(0)
     tokens, added = pad_rows([rng.integers(0, params.config.vocab_size, length).tolist()], length)
     budget = policy.resolve(length) if policy.evicts else length
@@ -228,16 +240,52 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--json", type=Path, help="write one record per cell")
     parser.add_argument("--quick", action="store_true", help="batch 1 only, two minutes")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, help="default: 5, of peers 3")
+    parser.add_argument(
+        "--vs",
+        nargs="+",
+        choices=benchmark_peers.PEERS,
+        metavar="PEER",
+        help=f"measure these beside jaxkv instead: {', '.join(benchmark_peers.PEERS)}",
+    )
     args = parser.parse_args()
-    records = measure(args.model, args.quick, args.repeats)
+    if args.repeats is not None and args.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {args.repeats}")
+    if args.vs:
+        beside_peers(args)
+    else:
+        alone(args)
+
+
+def save(path: Path | None, summary: dict, records: list[dict]) -> None:
+    if path:
+        path.write_text(json.dumps({"summary": summary, "cells": records}, indent=1) + "\n")
+
+
+def beside_peers(args: argparse.Namespace) -> None:
+    console, records = Console(soft_wrap=True, highlight=False), []
+    try:
+        for record in benchmark_peers.measure(
+            args.vs,
+            args.model,
+            python_documentation(),
+            quick=args.quick,
+            repeats=args.repeats or 3,
+            console=console,
+        ):
+            console.print(benchmark_peers.line(record))
+            records.append(record)
+            save(args.json, MACHINE, records)
+    except (benchmark_peers.PeerError, ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    console.print(benchmark_peers.table(records))
+
+
+def alone(args: argparse.Namespace) -> None:
+    records = measure(args.model, args.quick, args.repeats or 5)
     show(records)
-    summary = {
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    summary: dict[str, Any] = {**MACHINE, "peak_mb": peak}
     if not args.quick:
         cold_start(args.model, warm=True)  # fills the compilation cache
         summary["warm_start_s"] = round(cold_start(args.model, warm=True), 1)
@@ -246,8 +294,7 @@ def main() -> None:
             extra = prompt_memory(args.model, 8191, policy) / 1e6
             summary[f"prompt_8191_{policy}_peak_beyond_weights_mb"] = round(extra)
     print(json.dumps(summary))
-    if args.json:
-        args.json.write_text(json.dumps({"summary": summary, "cells": records}, indent=1) + "\n")
+    save(args.json, summary, records)
 
 
 if __name__ == "__main__":

@@ -46,18 +46,18 @@ def first(queries, keys, values, budgets, added, policy, slots, rotary=ROTARY, o
         page=policy.page_of(INDEX),
         queries=(heads // kv_heads, recent) if recent else None,
     )
-    new = new_tokens(jnp.zeros_like(added), added, keys.shape[1], fresh=True)
-    return _extend(queries, keys, values, layer, new, policy, rotary, output)
+    new = new_tokens(jnp.zeros_like(added), added, keys.shape[1], fresh=True, rotary=rotary)
+    return _extend(queries, keys, values, layer, new, policy, output)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "rotary"), compiler_options=FAST_COMPILE)
 def more(queries, keys, values, layer, seen, added, policy, rotary=ROTARY, output=OUTPUT):
     """A later block or, if it is one token wide, a step."""
-    new = new_tokens(seen, added, keys.shape[1], fresh=False)
-    return _extend(queries, keys, values, layer, new, policy, rotary, output)
+    new = new_tokens(seen, added, keys.shape[1], fresh=False, rotary=rotary)
+    return _extend(queries, keys, values, layer, new, policy, output)
 
 
-def _extend(queries, keys, values, layer, new, policy, rotary, output):
+def _extend(queries, keys, values, layer, new, policy, output):
     return extend(
         queries,
         keys,
@@ -66,7 +66,6 @@ def _extend(queries, keys, values, layer, new, policy, rotary, output):
         new,
         policy,
         index=jnp.int32(INDEX),
-        rotary=rotary,
         output=jnp.asarray(output),
     )
 

@@ -130,13 +130,13 @@ def first(queries, keys, values, budget, added, policy, slots):
         scores=policy.needs_scores,
         ranks=policy.positions == "rolling",
     )
-    new = new_tokens(jnp.zeros_like(added), added, keys.shape[1], fresh=True)
-    return extend(queries, keys, values, layer, new, policy, index=jnp.int32(INDEX), rotary=ROTARY)
+    new = new_tokens(jnp.zeros_like(added), added, keys.shape[1], fresh=True, rotary=ROTARY)
+    return extend(queries, keys, values, layer, new, policy, index=jnp.int32(INDEX))
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "window"), compiler_options=FAST_COMPILE)
 def more(queries, keys, values, layer, seen, added, policy, window=None):
-    new = new_tokens(seen, added, keys.shape[1], fresh=False)
+    new = new_tokens(seen, added, keys.shape[1], fresh=False, rotary=ROTARY)
     return extend(
         queries,
         keys,
@@ -145,7 +145,6 @@ def more(queries, keys, values, layer, seen, added, policy, window=None):
         new,
         policy,
         index=jnp.int32(INDEX),
-        rotary=ROTARY,
         window=window,
     )
 

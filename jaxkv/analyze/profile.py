@@ -74,7 +74,9 @@ def _errors(params: Params, tokens: Array, budget: int) -> Float[Array, "layers 
     budgets = jnp.full((config.num_layers, 1), UNBOUNDED)
     cache = loops.empty_cache(params, policy, budgets, [count + 1] * config.num_layers)
     module = loops.module_of(params)
-    new = new_tokens(cache.length, jnp.array([count]), count, fresh=True)
+    new = new_tokens(
+        cache.length, jnp.array([count]), count, fresh=True, rotary=config.rotary_embedding
+    )
     x = module.embed(tokens, new.positions)
     errors = []
     for index, (block, layer) in enumerate(zip(module.layers, cache.layers, strict=True)):
@@ -103,7 +105,6 @@ class _Replay(Policy):
         queries = jnp.moveaxis(new.queries, 3, 1).reshape(batch, count, kv_heads * group, dim)
         keys, values = jnp.moveaxis(new.keys, 2, 1), jnp.moveaxis(new.values, 3, 1)
         options: dict[str, Any] = {
-            "rotary": new.rotary,
             "window": new.window,
             "index": new.layer,
         }
@@ -113,15 +114,14 @@ class _Replay(Policy):
             room = jnp.full((batch, kv_heads), slots - 1, jnp.int32)
             return empty_layer(room, slots, dim, keys.dtype, scores=policy.needs_scores)
 
-        everything = new_tokens(none, one * count, count, fresh=True)
+        everything = new_tokens(none, one * count, count, fresh=True, rotary=new.rotary)
         layer = empty(Full(), count + 1)
         whole, _ = extend(queries, keys, values, layer, everything, Full(), **options)
 
         def step(layer: LayerCache, i: Array) -> tuple[LayerCache, Array]:
             q, k, v = (lax.dynamic_slice_in_dim(x, i, 1, 1) for x in (queries, keys, values))
-            out, layer = extend(
-                q, k, v, layer, new_tokens(none + i, one, 1, fresh=False), rule, **options
-            )
+            came = new_tokens(none + i, one, 1, fresh=False, rotary=new.rotary)
+            out, layer = extend(q, k, v, layer, came, rule, **options)
             return layer, out[:, 0]
 
         _, few = lax.scan(step, empty(rule, self.replay + 1), jnp.arange(count))

@@ -54,7 +54,7 @@ def fit_surrogate(
         level="uniform",
         chunk=chunk,
         # Keys are cached before rotation then; no token moves, since none is dropped.
-        positions="rolling" if params.config.rotary else "original",
+        positions="rolling" if params.config.rotary_embedding else "original",
     )
     rows = _rows(params, texts, zip_policy.minimum)
     room = max(map(len, rows))

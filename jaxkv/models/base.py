@@ -69,7 +69,8 @@ class CausalLM(nnx.Module):
         batch, t = tokens.shape
         if added is None:
             added = jnp.full((batch,), t, jnp.int32)
-        new = new_tokens(cache.length, added, t, fresh=fresh)
+        rotary = self.config.rotary_embedding
+        new = new_tokens(cache.length, added, t, fresh=fresh, rotary=rotary)
         x = self.embed(tokens, jnp.maximum(new.positions, 0))
         x = constrain(x, ("batch", None, None))
         layers = []

@@ -6,16 +6,14 @@ implements `from_hf`, which reads a Hugging Face `config.json`.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
+
+from jaxkv.positions import Rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A model's static description: hashable, so that it can be a static argument of `jax.jit`."""
-
-    #: False when positions are added to the hidden state at the embedding: tokens then cannot be
-    #: renumbered in the cache, so rolling positions are refused.
-    rotary: ClassVar[bool] = True
 
     vocab_size: int
     hidden_size: int
@@ -27,6 +25,9 @@ class Config:
     max_positions: int
     tie_embeddings: bool
     eos_ids: tuple[int, ...] = ()
+    #: None when positions are added to the hidden state at the embedding: tokens then cannot be
+    #: renumbered in the cache, so rolling positions are refused.
+    rotary_embedding: Rotary | None = None
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

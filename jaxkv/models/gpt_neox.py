@@ -13,14 +13,13 @@ from jaxkv.models.base import CausalLM
 from jaxkv.models.config import Config, eos_ids, require, require_choice
 from jaxkv.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, matmul
 from jaxkv.policies.base import Policy
-from jaxkv.positions import Rotary, rotary_frequencies
+from jaxkv.positions import rotary_frequencies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(Config):
     """Settings of one GPT-NeoX checkpoint."""
 
-    rotary_embedding: Rotary
     norm_eps: float
     parallel_residual: bool
     attention_bias: bool
@@ -68,9 +67,8 @@ class Attention(nnx.Module):
         heads = (*x.shape[:2], config.num_heads, 3, config.head_dim)
         qkv = self.query_key_value(x).reshape(heads)
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]
-        rotary = config.rotary_embedding
         output = self.dense.weight[...]
-        out, layer = extend(q, k, v, layer, new, policy, index=index, rotary=rotary, output=output)
+        out, layer = extend(q, k, v, layer, new, policy, index=index, output=output)
         return self.dense(out.reshape(x.shape)), layer
 
 

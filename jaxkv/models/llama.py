@@ -18,14 +18,13 @@ from jaxkv.models.base import CausalLM
 from jaxkv.models.config import Config, eos_ids, require, require_choice
 from jaxkv.models.layers import Embedding, Linear, RMSNorm, matmul
 from jaxkv.policies.base import Policy
-from jaxkv.positions import Rotary, rotary_frequencies
+from jaxkv.positions import rotary_frequencies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(Config):
     """Settings of one member of the family."""
 
-    rotary_embedding: Rotary
     norm_eps: float
     qkv_bias: bool = False
     output_bias: bool = False
@@ -114,7 +113,6 @@ class Attention(nnx.Module):
             new,
             policy,
             index=index,
-            rotary=config.rotary_embedding,
             window=self.window,
             output=self.o_proj.weight[...],
         )

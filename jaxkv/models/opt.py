@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -21,8 +21,6 @@ _POSITION_OFFSET = 2
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OPTConfig(Config):
     """Settings of one OPT checkpoint."""
-
-    rotary: ClassVar[bool] = False
 
     #: Width of the embedding; differs from the hidden size in OPT-350M, which projects.
     embedding_size: int
