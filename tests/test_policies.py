@@ -945,7 +945,8 @@ def real(shallow, story):
         cache = loops.empty_cache(shallow, Full(), budgets, (61, 61))
         loops.module_of(shallow)(tokens, cache, Full(), fresh=True)
     *arrays, options = found[1]
-    return [np.asarray(x) for x in arrays], options["rotary"], np.asarray(options["output"])
+    rotary = shallow.config.rotary_embedding
+    return [np.asarray(x) for x in arrays], rotary, np.asarray(options["output"])
 
 
 @pytest.mark.parametrize("case", REAL)
