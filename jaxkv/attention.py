@@ -8,6 +8,7 @@ Einsum letters, here and everywhere: b batch, t new tokens, s slots (or all keys
 k KV heads, g query heads per KV head, d head dim. Query head h reads KV head h // g.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ _MASKED = -1e30
 _BLOCK_ROWS = 128
 #: And no more than this many elements of attention per block, all sequences and heads together.
 _BLOCK_ELEMENTS = 2**24
-#: A long causal block is cut into this many parts, each of which reads only the keys up to its end.
-_CAUSAL_PARTS = 4
+#: A causal block is cut into at most so many parts, each of which reads only the keys up to its
+#: end, and a long one into twice as many. Each takes time to compile.
+_CAUSAL_PARTS, _LONG = 4, 4096
 
 
 class Far(NamedTuple):
@@ -132,7 +134,7 @@ def attend_block(
     before = keys.shape[2] - t
     newest = jnp.max(query_positions, 1)
     rows = _rows_at_once(batch * kv_heads * group * keys.shape[2], t)
-    parts = _CAUSAL_PARTS if t % (rows * _CAUSAL_PARTS) == 0 else 1
+    parts = math.gcd(t // rows, _CAUSAL_PARTS if t < _LONG else 2 * _CAUSAL_PARTS)
     received = tuple(jnp.zeros(key_positions.shape, jnp.float32) for _ in statistics)
     outs = []
     for start in range(0, t, t // parts):
@@ -158,9 +160,11 @@ def attend_block(
             )
             if far is not None:
                 logits = far.replace(logits, far_blocks[i], positions, key_positions, near)
-            # Barriers: one pass writes the logits, one each reads them. Fused into each other,
-            # XLA on CPU would compute exponentials several times.
-            logits = lax.optimization_barrier(logits * dim**-0.5 + bias)
+            # Barriers: one pass writes the product, one each reads it. Fused into each other, XLA
+            # on CPU would compute exponentials several times; and the bias fused into the product,
+            # which is then a third slower.
+            product = lax.optimization_barrier(logits)
+            logits = product * dim**-0.5 + bias
             highest = lax.optimization_barrier(jnp.max(logits, -1, keepdims=True))
             weights = lax.optimization_barrier(jnp.exp(logits - highest))
             share = 1 / jnp.sum(weights, -1)
