@@ -24,7 +24,7 @@ _BLOCK_ROWS = 128
 _BLOCK_ELEMENTS = 2**24
 #: A causal block is cut into at most so many parts, each of which reads only the keys up to its
 #: end, and a long one into twice as many. Each takes time to compile.
-_CAUSAL_PARTS, _LONG = 4, 4096
+_CAUSAL_PARTS, _LONG = 4, 2048
 
 
 class Far(NamedTuple):
@@ -134,7 +134,7 @@ def attend_block(
     before = keys.shape[2] - t
     newest = jnp.max(query_positions, 1)
     rows = _rows_at_once(batch * kv_heads * group * keys.shape[2], t)
-    parts = math.gcd(t // rows, _CAUSAL_PARTS if t < _LONG else 2 * _CAUSAL_PARTS)
+    parts = math.gcd(t // rows, _CAUSAL_PARTS if t <= _LONG else 2 * _CAUSAL_PARTS)
     received = tuple(jnp.zeros(key_positions.shape, jnp.float32) for _ in statistics)
     outs = []
     for start in range(0, t, t // parts):
