@@ -99,11 +99,10 @@ def checkpoint(peer: str, python: Path, model: str, console: Console) -> Path:
     if not folder.exists():
         console.print(f"preparing {source.name} for {peer}")
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
-            job = {"peer": peer, "model": os.fspath(source.resolve()), "folder": partial}
+            made = Path(partial) / "checkpoint"
+            job = {"peer": peer, "model": os.fspath(source.resolve()), "folder": os.fspath(made)}
             _run([python, HERE / "cell_theirs.py", "prepare", json.dumps(job)])
-            Path(partial).chmod(0o755)
-            Path(partial).rename(folder)
-            Path(partial).mkdir()  # what the context manager removes
+            made.rename(folder)  # last: a folder that is there is whole
     return folder
 
 
