@@ -128,12 +128,11 @@ def decode_cell(params: jaxkv.Params, batch: int, slots: int, name: str) -> Call
 
 
 def prompt_cell(
-    params: jaxkv.Params, length: int, name: str, kept: int | None = None
+    params: jaxkv.Params, ids: list[int], name: str, kept: int | None = None
 ) -> Callable[[], dict]:
     """A function that times the reading of a prompt, of which `kept` tokens stay."""
-    policy = get(name, kept)
-    rng = np.random.default_rng(0)
-    tokens, added = pad_rows([rng.integers(0, params.config.vocab_size, length).tolist()], length)
+    policy, length = get(name, kept), len(ids)
+    tokens, added = pad_rows([ids], length)
     budget = policy.resolve(length) if policy.evicts else length
     layers = params.config.num_layers
     budgets = jnp.full((layers, 1), budget, jnp.int32)
@@ -148,6 +147,10 @@ def prompt_cell(
     return lambda: {"ms": 1e3 * seconds(run), "compile_s": compile_seconds}
 
 
+def random_ids(params: jaxkv.Params, length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, params.config.vocab_size, length).tolist()
+
+
 def measure(model: str, quick: bool, repeats: int) -> list[dict]:
     params = jaxkv.load(model)
     bandwidth = read_bandwidth()
@@ -160,7 +163,7 @@ def measure(model: str, quick: bool, repeats: int) -> list[dict]:
         runs = {
             policy: decode_cell(params, batch, size, policy)
             if case == "decode"
-            else prompt_cell(params, size, policy)
+            else prompt_cell(params, random_ids(params, size), policy)
             for policy in policies
         }
         results: dict[str, list[dict]] = {policy: [] for policy in policies}

@@ -41,7 +41,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
             "share_of_bandwidth": share,
         }
     # Compiling comes first: what memory it takes is not the prompt's.
-    run = prompt_cell(params, cell["tokens"], cell["policy"], cell["kept"])
+    run = prompt_cell(params, cell["ids"][0], cell["policy"], cell["kept"])
     result, _, grown = peak_beyond(run)
     return {"ms": result["ms"], "compile_s": result["compile_s"], "extra_mb": grown / 1e6}
 
