@@ -8,13 +8,14 @@ print(out.report)
 
 from importlib.metadata import version
 
-from jaxkv import analyze
+from jaxkv import analyze, pod
 from jaxkv.cache import Cache, LayerCache
 from jaxkv.errors import CheckpointError, DownloadError
 from jaxkv.evaluate.perplexity import perplexity
 from jaxkv.generate import Generation, Past, generate, stream
 from jaxkv.models import Params, load
 from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
+from jaxkv.pod import CLA, PoD, PodPlan
 from jaxkv.policies import (
     CAKE,
     H2O,
@@ -63,6 +64,7 @@ __version__ = version("jaxkv")
 
 __all__ = [
     "CAKE",
+    "CLA",
     "H2O",
     "RKV",
     "TOVA",
@@ -93,6 +95,8 @@ __all__ = [
     "Params",
     "Past",
     "PlusHeavy",
+    "PoD",
+    "PodPlan",
     "Policy",
     "PyramidKV",
     "Quest",
@@ -116,6 +120,7 @@ __all__ = [
     "mesh",
     "perplexity",
     "plus_heavy",
+    "pod",
     "protect",
     "register",
     "stream",

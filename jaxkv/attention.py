@@ -28,12 +28,18 @@ _CAUSAL_PARTS, _LONG = 4, 2048
 
 
 class Far(NamedTuple):
-    """Keys at a distance of `limit` or more are all seen as if they were `limit` tokens away."""
+    """What queries meet at a distance of `limit` or more: other keys, with queries for them.
 
-    #: Queries rotated to position `limit`, and keys at position 0: not rotated.
+    Under "ceiling" positions these are seen as if they were `limit` tokens away: queries are
+    rotated to position `limit` and keys not at all. Where layers share keys they are another
+    layer's.
+    """
+
     queries: Float[Array, "batch kv_heads group t dim"]
     keys: Float[Array, "batch kv_heads keys dim"]
     limit: Int[Array, "batch kv_heads 1"]
+    #: The first tokens of a text, which are never distant.
+    sinks: int = 0
 
     def replace(
         self,
@@ -48,7 +54,10 @@ class Far(NamedTuple):
             "bkgtd,bksd->bkgts", queries, self.keys[:, :, near], preferred_element_type=jnp.float32
         )
         distance = query_positions[:, None, :, None] - key_positions[:, :, None, near]
-        return jnp.where((distance >= self.limit[..., None])[:, :, None], distant, logits)
+        there = distance >= self.limit[..., None]
+        if self.sinks:
+            there &= key_positions[:, :, None, near] >= self.sinks
+        return jnp.where(there[:, :, None], distant, logits)
 
 
 def visible(

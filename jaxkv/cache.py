@@ -88,7 +88,8 @@ class Cache:
     each sequence has seen (not how many it kept).
     """
 
-    layers: tuple[LayerCache, ...]
+    #: `LayerCache`, or `jaxkv.shared.SharedLayer` where layers read each other's keys.
+    layers: tuple[Any, ...]
     length: Int[Array, " batch"]
 
     @property

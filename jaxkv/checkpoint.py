@@ -1,5 +1,6 @@
 """State on disk, with Orbax: arrays in a folder, and beside them a JSON file that says whose."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxkv.cache import Cache, LayerCache
+from jaxkv.shared import Follower, Group, SharedLayer, Sharing
 
 _ABOUT = "about.json"
 
@@ -79,19 +81,45 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{os.fspath(path)} is damaged: {error}") from error
 
 
-def cache_of(state: Mapping[str, Any]) -> Cache:
-    """A cache from the nested dicts of `load`."""
-    layers = [state["layers"][str(i)] for i in range(len(state["layers"]))]
-    missing = dict.fromkeys(("scores", "ranks"))
-    return Cache(tuple(LayerCache(**{**missing, **layer}) for layer in layers), state["length"])
+def cache_of(state: Mapping[str, Any], sharing: Sharing | None) -> Cache:
+    """A cache from the nested dicts of `load`; `sharing` is the policy's."""
+    layers = _in_order(state["layers"])
+    if sharing is None:
+        return Cache(tuple(map(_layer, layers)), state["length"])
+    groups = map(sharing.groups, range(len(layers)))
+    shared = map(_shared_layer, layers, groups, range(len(layers)))
+    return Cache(tuple(shared), state["length"])
+
+
+def _layer(layer: Mapping[str, Any]) -> LayerCache:
+    return LayerCache(**{**dict.fromkeys(("scores", "ranks")), **layer})
+
+
+def _shared_layer(layer: Mapping[str, Any], groups: tuple[Group, ...], index: int) -> SharedLayer:
+    parts = zip(_in_order(layer["parts"]), groups, strict=True)
+    made = [
+        _layer(part) if group.root == index else Follower(**{"skipped": None, **part})
+        for part, group in parts
+    ]
+    return SharedLayer(tuple(made), groups)
+
+
+def _in_order(state: Mapping[str, Any]) -> list[Any]:
+    """What was a tuple."""
+    return [state[str(i)] for i in range(len(state))]
 
 
 def _to_dicts(tree: Any) -> Any:
-    """Dataclasses and tuples as dicts, without what is None."""
+    """Dataclasses and tuples as dicts, without what is None, empty or static."""
     if isinstance(tree, tuple):
         return {str(i): _to_dicts(value) for i, value in enumerate(tree)}
-    fields = tree if isinstance(tree, Mapping) else getattr(tree, "__dataclass_fields__", None)
-    if fields is None:
+    if dataclasses.is_dataclass(tree):
+        fields = dataclasses.fields(tree)
+        tree = {f.name: getattr(tree, f.name) for f in fields if not f.metadata.get("static")}
+    if not isinstance(tree, Mapping):
         return tree
-    values = {n: tree[n] if isinstance(tree, Mapping) else getattr(tree, n) for n in fields}
-    return {name: _to_dicts(value) for name, value in values.items() if value is not None}
+    return {
+        name: _to_dicts(value)
+        for name, value in tree.items()
+        if value is not None and not (isinstance(value, tuple) and not value)
+    }

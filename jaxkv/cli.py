@@ -10,12 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxkv.errors import first_line
+from jaxkv.pod.commands import app as pod_app
+from jaxkv.policies.base import get_writer
 
 app = typer.Typer(
     help="Language models with a compressed key-value cache.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(pod_app, name="pod")
 out = Console(highlight=False)
 #: Wrong options and missing arguments. Typer may carry its own copy of click, where this lives.
 UsageError: Any = typer.BadParameter.__bases__[0]
@@ -49,17 +52,34 @@ def generate(
         int | None, typer.Option(help="read the prompt in pieces of so many tokens")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="use the model's chat template")] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="share keys by this plan of `jaxkv pod explore`")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="weights that `jaxkv pod adapt` left in this folder")
+    ] = None,
+    near: Annotated[
+        tuple[int, int],
+        typer.Option(help="with --plan: first and latest tokens that do not share"),
+    ] = (16, 4080),
     report: Annotated[bool, typer.Option(help="say what was kept and how fast")] = True,
 ) -> None:
     """Continue a text (or, with --chat, answer it)."""
     import jaxkv
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    chosen: Any = policy
+    if plan is not None:
+        found = jaxkv.PodPlan.load(plan)
+        kept = get_writer(policy, _budget(budget))
+        chosen, budget = jaxkv.PoD(found, *near, of=kept), None
     params = jaxkv.load(model)
+    if weights is not None:
+        params = jaxkv.pod.with_weights(params, weights)
     pieces = jaxkv.stream(
         params,
         [{"role": "user", "content": text}] if chat else text,
-        policy=policy,
+        policy=chosen,
         budget=_budget(budget),
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -201,7 +201,6 @@ class _Run:
 
     def __init__(self, params: Params, prompt: Any, options: _Options):
         self.params, self.options, self.after = params, options, options.after
-        self.weights = params.weights()
         self.policy = options.resolved_policy()
         self.rows, self.single = to_rows(params, prompt)
         count = len(self.rows)
@@ -240,6 +239,7 @@ class _Run:
             chunk=options.prefill_chunk,
             before=None if self.after is None else self.after.loop.cache,
         )
+        self.weights = self.plan.weights
         eos = () if options.ignore_eos else params.config.eos_ids
         eos += tuple(token for token in special.values() if token is not None)
         self.eos = jnp.array(eos or (-1,), jnp.int32)

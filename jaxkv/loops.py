@@ -33,6 +33,13 @@ from jaxkv.models.params import Params
 from jaxkv.policies.base import Policy
 from jaxkv.sampling import Sampling, next_token
 from jaxkv.sharding import constrain_fields, on_mesh_of
+from jaxkv.shared import (
+    Follower,
+    SharedLayer,
+    constrain_part,
+    empty_follower,
+    resize_shared,
+)
 
 
 def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -84,10 +91,43 @@ def empty_cache(params: Params, policy: Policy, budgets: Array, slots: Sequence[
 
     """
     layers = tuple(
-        _empty_layer(params, policy, budget, count, index)
+        _empty_shared_layer(params, policy, budget, slots, index)
+        if policy.sharing
+        else _empty_layer(params, policy, budget, count, index)
         for index, (budget, count) in enumerate(zip(budgets, slots, strict=True))
     )
     return Cache(layers, jnp.zeros((budgets.shape[1],), jnp.int32))
+
+
+def _empty_shared_layer(
+    params: Params, policy: Policy, budget: Array, slots: Sequence[int], index: int
+) -> SharedLayer:
+    assert policy.sharing is not None
+    groups = policy.sharing.groups(index)
+    if budget.ndim == 1:
+        budget = jnp.broadcast_to(budget[:, None], (budget.shape[0], params.config.num_kv_heads))
+    parts: list[LayerCache | Follower] = []
+    for group in groups:
+        own, count = budget[:, jnp.array(group.heads)], slots[group.root]
+        if group.root == index:
+            parts.append(_empty_layer(params, policy.keeper, own, count, index))
+            continue
+        follower = empty_follower(
+            policy.sharing,
+            own.astype(jnp.int32),
+            count,
+            ring_places(policy, count),
+            params.config.head_dim,
+            params.dtype,
+        )
+        parts.append(constrain_part(follower))
+    return SharedLayer(tuple(parts), groups)
+
+
+def ring_places(policy: Policy, slots: int) -> int:
+    """Places of a ring of near keys: no more than there are tokens, if none is dropped."""
+    assert policy.sharing is not None
+    return policy.sharing.near if policy.evicts else min(policy.sharing.near, slots)
 
 
 def _empty_layer(
@@ -194,11 +234,18 @@ def compress(
     return Cache(tuple(smaller(i, layer) for i, layer in enumerate(cache.layers)), cache.length)
 
 
-@_compiled(static_argnames=("slots",))
-def enlarge(cache: Cache, budgets: Int[Array, "layers batch kv_heads"], slots: tuple[int, ...]):
+@_compiled(static_argnames=("slots", "policy"))
+def enlarge(
+    cache: Cache,
+    budgets: Int[Array, "layers batch kv_heads"],
+    slots: tuple[int, ...],
+    policy: Policy,
+) -> Cache:
     """A copy of the cache with at least `slots[i]` slots in layer i, and with these budgets."""
 
-    def larger(layer: LayerCache, budget: Array, wanted: int) -> LayerCache:
+    def larger(layer: Any, budget: Array, wanted: int) -> Any:
+        if isinstance(layer, SharedLayer):
+            return resize_shared(layer, budget, slots, lambda count: ring_places(policy, count))
         if layer.starts is None:
             return dataclasses.replace(resize(layer, wanted), budget=budget)
         rows = pool.spread(layer)

@@ -34,7 +34,7 @@ def read(
     policy = planned.policy
     if policy.afterwards and before is None:
         return _read_then_judge(params, planned, rows)
-    return _read(params.weights(), planned, rows, before)
+    return _read(planned.weights, planned, rows, before)
 
 
 def _read(
@@ -48,7 +48,7 @@ def _read(
     budgets = jnp.array(planned.budgets, jnp.int32)
     cache = logits = None
     if before is not None:
-        cache = loops.enlarge(before, budgets, planned.slots)
+        cache = loops.enlarge(before, budgets, planned.slots, policy)
         logits = jnp.zeros((len(rows), weights.config.vocab_size), jnp.float32)
     for start in range(0, longest, block):
         tokens, added = pad_rows([row[start : start + block] for row in rows], block)
@@ -72,8 +72,9 @@ def judged_cache(
       ValueError: a row and what looks at it do not fit the model's positions together.
 
     """
-    weights, lengths = params.weights(), [len(row) for row in rows]
+    lengths = [len(row) for row in rows]
     whole = plan(params, policy.reader(), lengths, new=max(room, *lengths), grow=0)
+    weights = whole.weights
     asked = list(policy.questions(params, rows))
     for texts in asked:
         _check_questions(params, policy, rows, texts)
@@ -107,4 +108,4 @@ def _read_then_judge(
     logits, cache = judged_cache(params, policy, rows)
     judged = planned.with_budgets(policy.share(cache, planned.budgets))
     budgets = jnp.array(judged.budgets)
-    return logits, loops.compress(params.weights(), cache, budgets, policy, judged.slots)
+    return logits, loops.compress(planned.weights, cache, budgets, policy, judged.slots)

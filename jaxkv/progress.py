@@ -2,9 +2,13 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from rich.console import Console
+from rich.progress import track
+
+Item = TypeVar("Item")
 
 _SECONDS_BEFORE = 2.0
 
@@ -26,3 +30,16 @@ def spinner(message: str) -> Iterator[None]:
         timer.cancel()
         timer.join()  # it may just have fired
         status.stop()
+
+
+def each(items: Iterable[Item], message: str, *, total: int | None = None) -> Iterator[Item]:
+    """The items, with a bar that shows how many have been handled."""
+    console = Console(stderr=True)
+    yield from track(
+        items,
+        message,
+        total=total,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )

@@ -10,6 +10,7 @@ from jaxkv.cache import Cache
 from jaxkv.models.params import Params
 from jaxkv.pallas_kernels.dispatch import chosen_on
 from jaxkv.policies.base import Policy
+from jaxkv.shared import SharedLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Report:
     decode_seconds: float
     #: Which implementation served each operation, see `jaxkv.kernels`.
     kernels: dict[str, str]
+    #: Of the distant parts of decode steps that read another layer's keys, the share that was
+    #: skipped; None where none may be.
+    skipped: float | None
     #: Things worth knowing about this run.
     notes: list[str]
 
@@ -83,6 +87,8 @@ class Report:
             f"{self.tokens_per_second:.1f} with the prompt",
             "kernels   " + ", ".join(f"{name} {which}" for name, which in self.kernels.items()),
         ]
+        if self.skipped is not None:
+            lines.append(f"skipped   {self.skipped:.0%} of the distant parts of decode steps")
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
 
 
@@ -110,7 +116,7 @@ def make_report(
     seen = np.asarray(cache.length)
     evicted = seen[None] - stored
     layer_bytes = [sum(x.nbytes for x in jax.tree.leaves(layer)) for layer in cache.layers]
-    per_token = 2 * config.num_kv_heads * config.head_dim * cache.layers[0].keys.dtype.itemsize
+    per_token = 2 * config.num_kv_heads * config.head_dim * params.dtype.itemsize
     bounded = policy.evicts or policy.selects != "all"
     splits = [policy.split(budget) for budget in budgets] if bounded else []
     return Report(
@@ -129,8 +135,31 @@ def make_report(
         prefill_seconds=seconds["prefill"],
         decode_seconds=seconds["decode"],
         kernels=chosen_on(next(iter(cache.length.devices())).platform),
-        notes=_notes(policy, budgets, prompt_tokens if first_turn else None, evicted),
+        skipped=_skipped(cache),
+        notes=_notes(policy, budgets, prompt_tokens if first_turn else None, evicted)
+        + _sharing_notes(policy, seen),
     )
+
+
+def _skipped(cache: Cache) -> float | None:
+    """The share of distant parts that steps have skipped."""
+    layers = [layer for layer in cache.layers if isinstance(layer, SharedLayer)]
+    counts = [layer.skipped() for layer in layers]
+    found = [np.asarray(count).sum((0, 1)) for count in counts if count is not None]
+    if not found:
+        return None
+    skipped, all_of_them = np.sum(found, 0).tolist()
+    return skipped / max(all_of_them, 1)
+
+
+def _sharing_notes(policy: Policy, seen: np.ndarray) -> list[str]:
+    sharing = policy.sharing
+    if sharing is None or sharing.values or seen.max() > sharing.near:
+        return []
+    return [
+        f"no key was shared: all of {_few(seen.tolist())} tokens are among the {sharing.near} near "
+        "ones; give fewer sinks and recent"
+    ]
 
 
 _SMALL_BUDGET = 16
@@ -139,6 +168,7 @@ _SMALL_BUDGET = 16
 def _notes(
     policy: Policy, budgets: list[int], prompt_tokens: list[int] | None, evicted: np.ndarray
 ) -> list[str]:
+    policy = policy.keeper
     if not policy.evicts:
         if policy.selects != "all":
             return [f"{policy.name} keeps every token and reads part of them at each step"]

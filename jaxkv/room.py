@@ -22,8 +22,9 @@ _LONG = 2**24
 class Plan:
     """What a run of a policy over some sequences needs."""
 
-    #: The policy as the compiled loops get it.
+    #: The policy and the weights as the compiled loops get them.
     policy: Policy
+    weights: Params = dataclasses.field(repr=False)
     #: Tokens per KV head.
     budgets: Int[np.ndarray, "layers batch kv_heads"]
     #: Slots of each layer.
@@ -96,7 +97,7 @@ def plan(
     slots = _slots(policy, budgets, total, grow)
     if policy.selects == "pages":
         policy = policy.with_budget(int(budgets.max()))
-    return Plan(policy, budgets, slots, block, total, grow)
+    return Plan(policy, policy.weights(params), budgets, slots, block, total, grow)
 
 
 def _slots(

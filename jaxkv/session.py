@@ -208,7 +208,7 @@ class Session:
         session = cls(params, policy=chosen, prefill_chunk=about["prefill_chunk"])
         state = checkpoint.load(path)
         keys = jax.random.wrap_key_data(state["keys"])
-        cache = checkpoint.cache_of(state["cache"])
+        cache = checkpoint.cache_of(state["cache"], chosen.sharing)
         loop = Loop(cache, state["token"], state["done"], keys, state.get("used"))
         session.past = Past(policy=chosen, config=params.config, loop=loop)
         return session

@@ -9,6 +9,7 @@ stay with their KV head.
 
 import contextlib
 import dataclasses
+import math
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +23,9 @@ RULES = {
     "kv_heads": "model",
     "mlp": "model",
     "vocab": "model",
+    # Training: texts are divided by their tokens, and by heads while they attend.
+    "tokens": "sequence",
+    "heads_of_texts": "sequence",
 }
 #: Axes that are divided by whole KV heads.
 _BY_HEAD = ("heads", "kv_heads")
@@ -29,31 +33,38 @@ _BY_HEAD = ("heads", "kv_heads")
 Tree = TypeVar("Tree")
 
 
-def mesh(data: int = 1, model: int = 1) -> Mesh:
-    """A mesh of `data * model` devices for `jaxkv.load(..., mesh=...)`.
+def mesh(data: int = 1, model: int = 1, sequence: int = 1) -> Mesh:
+    """A mesh of `data * model` devices for `jaxkv.load(..., mesh=...)`, or of `data * sequence` for
+    `jaxkv.pod.adapt(..., mesh=...)`.
 
     Args:
       data: how many ways the sequences of a batch are divided.
       model: how many ways heads, MLP and vocabulary are.
+      sequence: how many ways the tokens of a text are, in training.
 
     Raises:
       ValueError: there are fewer devices, or a number is not an int >= 1.
 
     """
-    for name, count in (("data", data), ("model", model)):
+    ways = {"data": data, "model": model, "sequence": sequence}
+    for name, count in ways.items():
         if type(count) is not int or count < 1:
             raise ValueError(f"{name} must be an int >= 1, got {count!r}")
     devices = jax.devices()
-    if data * model > len(devices):
+    if sequence == 1:
+        del ways["sequence"]
+    size = math.prod(ways.values())
+    if size > len(devices):
+        told = " by ".join(f"{name}={count}" for name, count in ways.items())
         raise ValueError(
-            f"a mesh of data={data} by model={model} needs {data * model} devices, there are "
-            f"{len(devices)} ({devices[0].platform})"
+            f"a mesh of {told} needs {size} devices, there are {len(devices)} "
+            f"({devices[0].platform})"
         )
     return jax.make_mesh(
-        (data, model),
-        ("data", "model"),
-        axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[: data * model],
+        tuple(ways.values()),
+        tuple(ways),
+        axis_types=(AxisType.Auto,) * len(ways),
+        devices=devices[:size],
     )
 
 

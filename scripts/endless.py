@@ -75,16 +75,15 @@ def stretches(
     """Reads the text block by block; yields a record after each stretch."""
     total = len(ids) - 1
     planned = plan(params, policy, [len(ids)], new=total, grow=0, chunk=block)
-    weights = params.weights()
     budgets = jnp.array(planned.budgets)
-    cache = loops.empty_cache(params, planned.policy, budgets, planned.slots)
+    cache = loops.empty_cache(planned.weights, planned.policy, budgets, planned.slots)
     logprobs, count, start = 0.0, 0, time.perf_counter()
     for first in range(0, total, block):
         end = min(first + block, total)
         tokens, added = pad_rows([ids[first:end]], block)
         wanted, _ = pad_rows([ids[first + 1 : end + 1]], block)
         cache, logprob, _ = loops.score_tokens(
-            weights, cache, tokens, wanted, added, planned.policy, True
+            planned.weights, cache, tokens, wanted, added, planned.policy, True
         )
         logprobs, count = logprobs + float(logprob[0]), count + end - first
         if end % stretch < block or end == total:

@@ -13,11 +13,12 @@ from jax.experimental.pallas import tpu as pltpu
 import jaxkv
 from jaxkv import ColumnMaxima, ColumnSums
 from jaxkv.attention import attend_block
-from jaxkv.pallas_kernels import decode_tpu, dispatch, gather_tpu, prompt_tpu
+from jaxkv.pallas_kernels import decode_tpu, dispatch, gather_tpu, prompt_tpu, write_tpu
 from jaxkv.pallas_kernels.decode import decode
 from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
 from jaxkv.pallas_kernels.gather import gather
 from jaxkv.pallas_kernels.prompt import prompt
+from jaxkv.pallas_kernels.write import write
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -166,6 +167,30 @@ def test_products_with_ones_and_zeros_take_tokens_exactly(
     got = gather_tpu.run(keys, values, source, interpret=interpret)
     for mine, plain in zip(got, gather.plain(keys, values, source), strict=True):
         np.testing.assert_array_equal(mine, plain)
+
+
+# ---------------------------------------------------------------------------------------- write
+
+
+@pytest.mark.parametrize(
+    ("slots", "dim", "dtype", "interpret"),
+    [
+        (300, 64, jnp.float32, True),
+        (256, 128, jnp.bfloat16, True),
+        (256, 96, jnp.float32, STRICT),
+    ],
+)
+def test_a_value_is_written_into_its_slot_and_nowhere_else(slots, dim, dtype, interpret):
+    rng = np.random.default_rng(0)
+    values = jnp.array(rng.normal(size=(2, 3, dim, slots)), dtype)
+    value = jnp.array(rng.normal(size=(2, 3, dim)), dtype)
+    free = jnp.array([[0, 127, 128], [slots - 1, 5, 200]], jnp.int32)
+    write_tpu.check(values, value, free)
+    got = write_tpu.run(values, value, free, interpret=interpret)
+    np.testing.assert_array_equal(got, write.plain(values, value, free))
+    np.testing.assert_array_equal(got[1, 0, :, -1], value[1, 0])
+    with pytest.raises(NotImplementedError, match="fewer slots than 128 are not worth a kernel"):
+        write_tpu.check(values[..., :100], value, free)
 
 
 # ----------------------------------------------------------------------------- which one runs

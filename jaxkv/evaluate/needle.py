@@ -224,7 +224,7 @@ def _ask(
     """
     *question, last = needle.question
     answer = needle.answer
-    batch, weights = len(contexts), params.weights()
+    batch = len(contexts)
     prompts = [context + question for context in contexts] if aware else contexts
     grow = len(answer) + (0 if aware else len(question))
     planned = plan(
@@ -238,7 +238,7 @@ def _ask(
         rows, added = pad_rows([tokens] * batch, width)
         wanted = jnp.broadcast_to(pad_rows([targets], width)[0], rows.shape)
         return loops.score_tokens(
-            weights, cache, rows, wanted, added, planned.policy, at_once=False
+            planned.weights, cache, rows, wanted, added, planned.policy, at_once=False
         )
 
     if not aware:

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from jaxkv import loops
 from jaxkv.buckets import pad_rows
+from jaxkv.cache import Cache
 from jaxkv.models.params import Params
 from jaxkv.policies.base import Policy, get
 from jaxkv.prefill import read
+from jaxkv.progress import each
 from jaxkv.prompts import to_rows
 from jaxkv.room import Plan, plan
 
@@ -71,6 +71,8 @@ class Scored:
     kept: float
     #: Bytes of the cache that this text needs alone.
     cache_bytes: int
+    #: Of the far parts of steps (`jaxkv.PoD`), the share that was skipped; None where none may be.
+    skipped: float | None = None
 
 
 def perplexities(
@@ -91,31 +93,25 @@ def perplexities(
     rows, _ = to_rows(params, list(texts))
     total = _check(policies, rows, prompt, block)
     chosen = policies[0]
-    weights, start = params.weights(), max(prompt - 1, 0)
+    start = max(prompt - 1, 0)
     if chosen.simulates:
         block = total
     # Policies that judge a prompt never cut what comes after it.
     grow = (total - start) if block == 1 or chosen.afterwards else 0
     chunk = None if start else max(block, 2)
     planned, alone = _plan_all(params, policies, rows, prompt, grow, chunk)
-    chosen, rows = planned.policy, rows * len(policies)
+    chosen, weights, rows = planned.policy, planned.weights, rows * len(policies)
     if start:
         _, cache = read(params, planned, [row[:start] for row in rows])
     else:
-        cache = loops.empty_cache(params, chosen, jnp.array(planned.budgets), planned.slots)
-    # Without eviction a block sees what its tokens would see one by one, in less time.
-    at_once = block > 1 or (not chosen.evicts and chosen.selects == "all")
+        cache = loops.empty_cache(weights, chosen, jnp.array(planned.budgets), planned.slots)
+    # Without eviction a block sees what its tokens would see one by one, in less time; far parts of
+    # layers that share keys are skipped at steps only.
+    skips = chosen.sharing is not None and chosen.sharing.skip is not None
+    at_once = block > 1 or not (chosen.evicts or chosen.selects != "all" or skips)
     width = block if block > 1 else _BLOCK
     logprobs, hits = np.zeros(len(rows)), np.zeros(len(rows))
-    console = Console(stderr=True)
-    blocks = track(
-        range(start, total, width),
-        "perplexity",
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    for first in blocks:
+    for first in each(range(start, total, width), "perplexity"):
         end = first + width
         wanted, added = pad_rows([row[first + 1 : end + 1] for row in rows], width)
         tokens, _ = pad_rows([row[first : min(end, len(row) - 1)] for row in rows], width)
@@ -126,6 +122,7 @@ def perplexities(
         hits += np.asarray(hit)
     stored = np.mean([np.asarray(layer.stored()).mean(1) for layer in cache.layers], 0)
     live = np.stack([np.asarray(layer.budget) for layer in cache.layers])
+    skipped = _skipped(cache) if skips else [None] * len(rows)
     scored = []
     for i, row in enumerate(rows):
         count = len(row) - 1 - start
@@ -136,9 +133,19 @@ def perplexities(
                 accuracy=float(hits[i]) / count,
                 kept=float(stored[i]),
                 cache_bytes=cache_bytes(params, own),
+                skipped=skipped[i],
             )
         )
     return [scored[i : i + len(texts)] for i in range(0, len(scored), len(texts))]
+
+
+def _skipped(cache: Cache) -> list[float]:
+    """Of each row's far parts, the share that was skipped."""
+    total = np.zeros((cache.length.shape[0], 2))
+    for layer in cache.layers:
+        if (counts := layer.skipped()) is not None:
+            total += np.asarray(counts).sum(1)
+    return [skip / max(there, 1) for skip, there in total.tolist()]
 
 
 def _check(policies: Sequence[Policy], rows: list[list[int]], prompt: int, block: int) -> int:

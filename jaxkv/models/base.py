@@ -1,7 +1,7 @@
 """What every model family shares: the call, the loop over blocks, the way to the logits."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache import Cache, LayerCache
+from jaxkv.cache import Cache
 from jaxkv.extend import NewTokens, new_tokens
 from jaxkv.models.config import Config
 from jaxkv.policies.base import Policy
 from jaxkv.sharding import constrain
+from jaxkv.shared import lend, settle
 
 
 class CausalLM(nnx.Module):
@@ -73,16 +74,42 @@ class CausalLM(nnx.Module):
         new = new_tokens(cache.length, added, t, fresh=fresh, rotary=rotary)
         x = self.embed(tokens, jnp.maximum(new.positions, 0))
         x = constrain(x, ("batch", None, None))
-        layers = []
-        for index, (block, layer) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            x, layer = _call_block(block, x, layer, new, policy, jnp.int32(index))
-            layers.append(layer)
+        x, layers = self.run_blocks(x, cache.layers, new, policy)
         if logits == "last":
             x = jnp.take_along_axis(x, jnp.maximum(added - 1, 0)[:, None, None], 1)[:, 0]
-        return self.unembed(x).astype(jnp.float32), Cache(tuple(layers), new.length)
+        return self.unembed(x).astype(jnp.float32), Cache(layers, new.length)
+
+    def run_blocks(
+        self,
+        x: Float[Array, "batch t embed"],
+        layers: Sequence[Any],
+        new: NewTokens,
+        policy: Policy,
+        *,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "batch t embed"], tuple[Any, ...]]:
+        """Calls one block after the other.
+
+        Args:
+          x: hidden state.
+          layers: for each block its cache, or what else attends for it (`jaxkv.pod.whole`).
+          new: the tokens of `x`.
+          policy: decides what caches keep.
+          remat: in a gradient, compute each block again rather than remember what is inside.
+
+        """
+        done: list[Any] = []
+        for index, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
+
+            def call(x: Array, layer: Any, block: Any = block, index: int = index) -> Any:
+                return _call_block(block, x, layer, new, policy, jnp.int32(index))
+
+            x, layer = (jax.checkpoint(call) if remat else call)(x, lend(layer, done))
+            done.append(layer)
+        return x, tuple(map(settle, done))
 
 
-def _call_block(block: nnx.Module, *args: Any) -> tuple[Array, LayerCache]:
+def _call_block(block: nnx.Module, *args: Any) -> tuple[Array, Any]:
     """Calls a block through `jax.jit`, so that equal blocks are traced once, not once a layer."""
     graphdef, state = nnx.split(block)
     return _traced_once(graphdef, nnx.to_pure_dict(state), *args)
@@ -93,11 +120,11 @@ def _traced_once(
     graphdef: nnx.GraphDef,
     state: Mapping[str, Any],
     x: Array,
-    layer: LayerCache,
+    layer: Any,
     new: NewTokens,
     policy: Policy,
     index: Array,
-) -> tuple[Array, LayerCache]:
+) -> tuple[Array, Any]:
     return nnx.merge(graphdef, state)(x, layer, new, policy, index)
 
 

@@ -28,6 +28,9 @@ class Config:
     #: None when positions are added to the hidden state at the embedding: tokens then cannot be
     #: renumbered in the cache, so rolling positions are refused.
     rotary_embedding: Rotary | None = None
+    #: Each query head has a matrix that its queries are multiplied by, before rotation, where they
+    #: meet keys of another layer (see `jaxkv.pod.repair`).
+    far_maps: bool = False
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

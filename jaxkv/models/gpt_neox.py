@@ -8,10 +8,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import LayerCache
-from jaxkv.extend import NewTokens, extend
+from jaxkv.extend import NewTokens
+from jaxkv.follow import extend_layer
 from jaxkv.models.base import CausalLM
 from jaxkv.models.config import Config, eos_ids, require, require_choice
-from jaxkv.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, matmul
+from jaxkv.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, far_map, matmul
 from jaxkv.policies.base import Policy
 from jaxkv.positions import rotary_frequencies
 
@@ -58,6 +59,8 @@ class Attention(nnx.Module):
         size, bias = config.hidden_size, config.attention_bias
         self.query_key_value = Linear(size, 3 * size, ("heads", "embed"), bias, rngs=rngs)
         self.dense = Linear(size, size, ("embed", "heads"), bias, rngs=rngs)
+        if config.far_maps:
+            self.far_map = far_map(config, rngs=rngs)
         self.config = config
 
     def __call__(
@@ -68,7 +71,17 @@ class Attention(nnx.Module):
         qkv = self.query_key_value(x).reshape(heads)
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]
         output = self.dense.weight[...]
-        out, layer = extend(q, k, v, layer, new, policy, index=index, output=output)
+        out, layer = extend_layer(
+            q,
+            k,
+            v,
+            layer,
+            new,
+            policy,
+            index=index,
+            output=output,
+            far_map=self.far_map[...] if self.config.far_maps else None,
+        )
         return self.dense(out.reshape(x.shape)), layer
 
 

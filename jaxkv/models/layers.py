@@ -7,12 +7,15 @@ Every parameter names its logical axes, which one table maps to mesh axes.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from jaxkv.models.config import Config
 
 #: Up to this many rows the weight is the left operand.
 _FEW_ROWS = 32
@@ -66,6 +69,17 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
         return self.weight[...][ids]
+
+
+def far_map(config: Config, *, rngs: nnx.Rngs | None) -> nnx.Param:
+    """One matrix per query head, at first the identity."""
+    shape = (config.num_heads, config.head_dim, config.head_dim)
+
+    def identity(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        del key
+        return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
+
+    return _param(rngs, identity, shape, ("heads", "head_dim", "head_dim"))
 
 
 class RMSNorm(nnx.Module):

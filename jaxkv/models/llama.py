@@ -13,10 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import LayerCache
-from jaxkv.extend import NewTokens, extend
+from jaxkv.extend import NewTokens
+from jaxkv.follow import extend_layer
 from jaxkv.models.base import CausalLM
 from jaxkv.models.config import Config, eos_ids, require, require_choice
-from jaxkv.models.layers import Embedding, Linear, RMSNorm, matmul
+from jaxkv.models.layers import Embedding, Linear, RMSNorm, far_map, matmul
 from jaxkv.policies.base import Policy
 from jaxkv.positions import rotary_frequencies
 
@@ -94,6 +95,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(dim, config.norm_eps, "head_dim", rngs=rngs)
             self.k_norm = RMSNorm(dim, config.norm_eps, "head_dim", rngs=rngs)
+        if config.far_maps:
+            self.far_map = far_map(config, rngs=rngs)
         self.config, self.window = config, window
 
     def __call__(
@@ -105,7 +108,7 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(*x.shape[:2], config.num_kv_heads, config.head_dim)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, layer = extend(
+        out, layer = extend_layer(
             q,
             k,
             v,
@@ -115,6 +118,7 @@ class Attention(nnx.Module):
             index=index,
             window=self.window,
             output=self.o_proj.weight[...],
+            far_map=self.far_map[...] if config.far_maps else None,
         )
         return self.o_proj(out.reshape(*x.shape[:2], -1)), layer
 

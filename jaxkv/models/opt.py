@@ -8,10 +8,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import LayerCache
-from jaxkv.extend import NewTokens, extend
+from jaxkv.extend import NewTokens
+from jaxkv.follow import extend_layer
 from jaxkv.models.base import CausalLM
 from jaxkv.models.config import Config, eos_ids, require, require_choice
-from jaxkv.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, matmul
+from jaxkv.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, far_map, matmul
 from jaxkv.policies.base import Policy
 
 #: The table of positions starts with two rows that no token uses.
@@ -61,6 +62,8 @@ class Attention(nnx.Module):
         self.k_proj = Linear(size, size, ("kv_heads", "embed"), bias, rngs=rngs)
         self.v_proj = Linear(size, size, ("kv_heads", "embed"), bias, rngs=rngs)
         self.out_proj = Linear(size, size, ("embed", "heads"), bias, rngs=rngs)
+        if config.far_maps:
+            self.far_map = far_map(config, rngs=rngs)
         self.config = config
 
     def __call__(
@@ -69,7 +72,17 @@ class Attention(nnx.Module):
         heads = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
         q, k, v = (p(x).reshape(heads) for p in (self.q_proj, self.k_proj, self.v_proj))
         output = self.out_proj.weight[...]
-        out, layer = extend(q, k, v, layer, new, policy, index=index, output=output)
+        out, layer = extend_layer(
+            q,
+            k,
+            v,
+            layer,
+            new,
+            policy,
+            index=index,
+            output=output,
+            far_map=self.far_map[...] if self.config.far_maps else None,
+        )
         return self.out_proj(out.reshape(x.shape)), layer
 
 

@@ -94,7 +94,7 @@ def _check(queries: Array, key: Array, value: Array, keys: Array, *rest: Any, **
 def check_dtypes(**arrays: Array) -> None:
     """Raises `NotImplementedError` unless all are of one floating dtype."""
     dtypes = {name: array.dtype.name for name, array in arrays.items()}
-    if len(set(dtypes.values())) > 1 or not jnp.issubdtype(dtypes["keys"], jnp.floating):
+    if len(set(dtypes.values())) > 1 or not jnp.issubdtype(min(dtypes.values()), jnp.floating):
         told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise NotImplementedError(f"arrays must be of one floating dtype, got {told}")
 

@@ -236,9 +236,9 @@ def _kernel(
     def _write():
         first = pl.multiple_of(free // _LANES * _LANES - j * block, _LANES)
         at = lax.broadcasted_iota(jnp.int32, (1, _LANES), 1) == free % _LANES
-        value_tile_ref[...] = jnp.where(at, _column(value), values_ref[:, pl.ds(first, _LANES)])
+        value_tile_ref[...] = jnp.where(at, column(value), values_ref[:, pl.ds(first, _LANES)])
         if slots_last:
-            key_tile_ref[...] = jnp.where(at, _column(key), keys_ref[:, pl.ds(first, _LANES)])
+            key_tile_ref[...] = jnp.where(at, column(key), keys_ref[:, pl.ds(first, _LANES)])
         else:
             tall = key_tile_ref.shape[0]
             first = pl.multiple_of(free // tall * tall - j * block, tall)
@@ -287,7 +287,7 @@ def _kernel(
             add(slots // block, slots // block * block, slots % block)
 
 
-def _column(row):
+def column(row):
     """[1, dim] as [dim, 1], in sums of one number each."""
     dim = row.shape[1]
     diagonal = lax.broadcasted_iota(jnp.int32, (dim, dim), 0) == lax.broadcasted_iota(

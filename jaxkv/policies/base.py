@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache import UNBOUNDED, Cache
 from jaxkv.positions import POSITION_MODES, Rotary
+from jaxkv.shared import Sharing
 from jaxkv.statistics import ColumnSums, Statistic
 
 
@@ -138,6 +139,8 @@ class Policy:
     stores: ClassVar[bool] = True
     #: Attention of a whole text is computed by `simulate`: for scoring given texts only.
     simulates: ClassVar[bool] = False
+    #: The rule has numbers for certain heads of certain layers.
+    by_number: ClassVar[bool] = False
     #: The fewest tokens the rule can work with.
     minimum: ClassVar[int] = 1
     #: For "ceiling" positions: a bound of `limit`, if it does not follow from the budget.
@@ -245,6 +248,20 @@ class Policy:
     def weigh(self, tokens: Tokens) -> Float[Array, "batch kv_heads"]:
         """What the heads of a layer are worth; for policies that weigh layers."""
         raise NotImplementedError(f"{type(self).__name__} must define weigh(tokens)")
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """Which layers read the keys of others; None where each has its own."""
+        return None
+
+    @property
+    def keeper(self) -> "Policy":
+        """The policy by which heads that read their own keys keep tokens."""
+        return self
+
+    def weights(self, params: Any) -> Any:
+        """The weights (`jaxkv.Params`) that compiled programs run with."""
+        return params.weights()
 
     def reader(self) -> "Policy":
         """Reads the prompt, for a policy that cuts it afterwards."""

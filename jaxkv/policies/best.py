@@ -73,6 +73,11 @@ class Best(Policy):
     def pooled(self) -> bool:  # type: ignore[override]
         return self.profile is not None and self.level == "heads"
 
+    @property
+    def by_number(self) -> bool:  # type: ignore[override]
+        # A profile may come with the model.
+        return self.level == "heads"
+
     def prepare(self, params: Any) -> Policy:
         if self.profile is not None:
             return self

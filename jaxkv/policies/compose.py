@@ -197,6 +197,10 @@ class Compose(Policy):
         return self.prompt.weighs_layers
 
     @property
+    def by_number(self) -> bool:  # type: ignore[override]
+        return self.prompt.by_number or self.decode.by_number
+
+    @property
     def minimum(self) -> int:  # type: ignore[override]
         return max(self.prompt.minimum, self.decode.minimum)
 

@@ -115,6 +115,7 @@ class DuoAttention(Policy):
     source: ClassVar[str] = "DuoAttention, arXiv 2410.10819"
     tokenwise: ClassVar[bool] = True
     pooled: ClassVar[bool] = True
+    by_number: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         try:

@@ -228,6 +228,7 @@ class KVzap(Policy):
     keeps: ClassVar[str] = "what is predicted to be needed to repeat the text"
     source: ClassVar[str] = "KVzap, arXiv 2601.07891"
     needs_traits: ClassVar[bool] = True
+    by_number: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.surrogate is not None and not isinstance(self.surrogate, Surrogate):

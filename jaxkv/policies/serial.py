@@ -1,9 +1,11 @@
 """Policies as JSON: a session on disk says which policy it was made with."""
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+from jaxkv.pod.plan import PodPlan
 from jaxkv.policies.base import Policy
 
 
@@ -18,11 +20,22 @@ def to_json(policy: Policy) -> dict[str, Any]:
 def _value(value: Any) -> Any:
     if isinstance(value, Policy):
         return to_json(value)
+    if isinstance(value, PodPlan):
+        return {"plan": _plan(value)}
     if isinstance(value, tuple):
         return [_value(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return {"repr": repr(value)}
+
+
+def _plan(plan: PodPlan) -> dict[str, Any]:
+    """What compares of a plan; of its maps, which are large, only a digest."""
+    names = [field.name for field in dataclasses.fields(plan) if field.compare]
+    content = {name: _value(getattr(plan, name)) for name in names}
+    if plan.maps is not None:
+        content["maps"] = hashlib.sha256(plan.maps.tobytes()).hexdigest()
+    return content
 
 
 def from_json(content: dict[str, Any]) -> Policy:
@@ -38,17 +51,32 @@ def from_json(content: dict[str, Any]) -> Policy:
         raise ValueError(f"the policy {name} is not defined here: import it first")
     values = {}
     for field, value in fields.items():
-        if isinstance(value, dict) and "repr" in value:
+        lost = _not_stored(value)
+        if lost:
             raise ValueError(
-                f"{name} was made with {field}={value['repr']}, which is not stored: "
-                "give policy=..."
+                f"{name} was made with {field}={lost}, which is not stored: give policy=..."
             )
-        values[field] = from_json(value) if isinstance(value, dict) else _tuples(value)
+        values[field] = _restored(value)
     # The fields were checked when the policy was made, and some follow from others.
     instance = object.__new__(known[name])
     for field, value in values.items():
         object.__setattr__(instance, field, value)
     return instance
+
+
+def _not_stored(value: Any) -> str | None:
+    """What a field was made with and JSON does not hold; None where it holds all."""
+    if not isinstance(value, dict):
+        return None
+    return "a plan with maps" if "maps" in value.get("plan", ()) else value.get("repr")
+
+
+def _restored(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return _tuples(value)
+    if "plan" in value:
+        return PodPlan(**{name: _tuples(field) for name, field in value["plan"].items()})
+    return from_json(value)
 
 
 def _tuples(value: Any) -> Any:

@@ -73,6 +73,10 @@ class Wrapper(Policy):
         return self.of.weighs_layers
 
     @property
+    def by_number(self) -> bool:  # type: ignore[override]
+        return self.of.by_number
+
+    @property
     def recent_queries(self) -> int:  # type: ignore[override]
         return self.of.recent_queries
 

@@ -1,0 +1,324 @@
+"""`adapt`: a light post-training of a model for the attention that it will be run with."""
+
+import dataclasses
+import json
+import math
+import os
+import time
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import first_line
+from jaxkv.models.params import Params
+from jaxkv.pod.data import Batches
+from jaxkv.pod.policy import PoD, with_maps
+from jaxkv.pod.train import Recipe, joined, placed, split, update
+from jaxkv.pod.whole import Texts
+from jaxkv.policies.base import Policy
+from jaxkv.progress import each
+from jaxkv.sharding import on_mesh_of
+
+WEIGHTS = "weights.safetensors"
+LOG = "log.jsonl"
+
+
+def adapt(
+    params: Params,
+    texts: Sequence[Any],
+    *,
+    policy: Policy,
+    folder: str | os.PathLike[str],
+    steps: int = 200,
+    length: int = 512,
+    batch: int = 4,
+    save_every: int = 50,
+    keep: int = 2,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+    **recipe: Any,
+) -> Params:
+    """Trains a model a little under a policy's attention. Stopped at any moment and called again
+    with the same arguments, it goes on from its last checkpoint to the same numbers.
+
+    Args:
+      params: the dense model, which is also the teacher. For a plan with maps (`jaxkv.pod.repair`)
+        training starts from these.
+      texts: documents: strings or token ids. Every range of their lengths gives as many rows.
+      policy: whose attention is learnt, such as `jaxkv.PoD(plan, sinks=16, recent=240)`.
+      folder: for checkpoints, the log (`log.jsonl`), the loss curve and the weights.
+      steps: updates.
+      length, batch: tokens of a row, and rows of a batch.
+      save_every, keep: updates between checkpoints, and how many of them are kept.
+      seed: of the order of texts.
+      mesh: with axes "data" and "sequence": weights, optimiser and batch are divided over the
+        first, each text over the second.
+      recipe: the other fields of `jaxkv.pod.Recipe`.
+
+    Returns:
+      The trained model, for `jaxkv.generate(adapted, prompt, policy=policy)`.
+
+    Raises:
+      ValueError: an argument is out of range, or the folder holds another training.
+
+    """
+    plan = Recipe(policy=policy, steps=steps, **recipe)
+    for name, value in (("save_every", save_every), ("keep", keep), ("batch", batch)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+    teacher = params.weights()
+    student = _student(teacher, policy)
+    batches = Batches(params, texts, length=length, batch=batch, seed=seed)
+    about = {
+        "model": params.name,
+        "recipe": repr(plan),
+        "length": length,
+        "batch": batch,
+        "seed": seed,
+        "tokens_of_texts": batches.tokens,
+    }
+    run = _Training(Path(folder), plan, student, teacher, about, keep, mesh)
+    start = run.resume(batches)
+    for step in each(range(start, steps), "adapting", total=steps - start):
+        run.step(step, [next(batches) for _ in range(plan.accumulate)])
+        if (step + 1) % save_every == 0 or step + 1 == steps:
+            run.save(step + 1, batches)
+    return dataclasses.replace(run.finish(), name=params.name, tokenizer=params.tokenizer)
+
+
+def with_weights(params: Params, folder: str | os.PathLike[str]) -> Params:
+    """A model with the weights that `adapt` left in a folder.
+
+    Raises:
+      ValueError: there are none, or they are of another model.
+
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    file = Path(folder) / WEIGHTS
+    if not file.is_file():
+        raise ValueError(f"{os.fspath(folder)} holds no {WEIGHTS}: jaxkv.pod.adapt writes it")
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if any(path.endswith(".far_map") for path in found):
+        config = params.config
+        eye = np.eye(config.head_dim, dtype=np.float32)
+        params = with_maps(params, np.tile(eye, (config.num_layers, config.num_heads, 1, 1)))
+    own = split(params, Recipe(policy=_full(), steps=1, trains="all"))
+    for path, array in found.items():
+        if path not in own or own[path].shape != array.shape:
+            raise ValueError(
+                f"{file} has {path} of shape {array.shape}, and {params.name or 'the model'} "
+                f"{'has none' if path not in own else own[path].shape}: it is of another model"
+            )
+    return joined(params, {n: jnp.asarray(x, own[n].dtype) for n, x in found.items()})
+
+
+def _full() -> Policy:
+    from jaxkv.policies.static import Full
+
+    return Full()
+
+
+def _student(params: Params, policy: Policy) -> Params:
+    """The model as training starts: with maps, if the policy shares keys."""
+    policy.prepare(params)
+    if not isinstance(policy, PoD):
+        return params
+    config = params.config
+    maps = policy.plan.maps
+    if maps is None:
+        eye = np.eye(config.head_dim, dtype=np.float32)
+        maps = np.tile(eye, (config.num_layers, config.num_heads, 1, 1))
+    return with_maps(params, maps)
+
+
+class _Training:
+    """State, checkpoints and log of one training."""
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        student: Params,
+        teacher: Params,
+        about: Mapping[str, Any],
+        keep: int,
+        mesh: jax.sharding.Mesh | None,
+    ):
+        # Half a second to import, and only those who train need it.
+        import orbax.checkpoint as ocp
+
+        self.folder, self.recipe, self.mesh = folder.absolute(), recipe, mesh
+        self.about = json.loads(json.dumps(about))
+        self.student = placed(student, mesh)
+        self.teacher = placed(teacher, mesh) if recipe.distill > 0 else None
+        # Copies: updates give the trained weights away, and the teacher has the same ones.
+        self.trained = jax.tree.map(jnp.copy, split(self.student, recipe))
+        self.state = placed(jax.jit(recipe.optimizer().init)(self.trained), mesh)
+        self.rate = recipe.rate()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        self.manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
+
+    def step(self, step: int, batches: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """One update, of one or several batches."""
+        start = time.perf_counter()
+        told: list[dict[str, float]] = []
+        for batch in batches:
+            texts = self._placed(Texts(**{name: jnp.asarray(x) for name, x in batch.items()}))
+            with on_mesh_of(self.trained):
+                self.trained, self.state, found = update(
+                    self.trained, self.state, self.student, self.teacher, texts, self.recipe
+                )
+            told.append({name: float(value) for name, value in found.items()})
+        record = {name: float(np.mean([one[name] for one in told])) for name in told[0]}
+        if not math.isfinite(record["loss"]):
+            raise ValueError(
+                f"the loss of update {step + 1} is {record['loss']}: lower learning_rate="
+                f"{self.recipe.learning_rate}; the last checkpoint is update {self._latest()}"
+            )
+        record["predicted"] *= len(told)
+        record |= {
+            "step": step + 1,
+            "learning_rate": float(self.rate(step)),
+            "seconds": round(time.perf_counter() - start, 3),
+        }
+        with (self.folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(json.dumps(record) + "\n")
+
+    def _latest(self) -> int:
+        return self.manager.latest_step() or 0
+
+    def _placed(self, texts: Texts) -> Texts:
+        if self.mesh is None:
+            return texts
+        spec = jax.sharding.PartitionSpec("data", "sequence")
+        return jax.device_put(texts, jax.sharding.NamedSharding(self.mesh, spec))
+
+    def save(self, step: int, batches: Batches) -> None:
+        """Writes a checkpoint while training goes on."""
+        import orbax.checkpoint as ocp
+
+        state = self._arrays()
+        told = {"about": self.about, "data": _plain(batches.state), "sums": _sums(state)}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), told=ocp.args.JsonSave(told))
+        self.manager.save(step, args=args)
+
+    def _arrays(self) -> dict[str, Any]:
+        leaves = jax.tree.leaves(self.state)
+        return {"trained": self.trained, "state": {str(i): x for i, x in enumerate(leaves)}}
+
+    def resume(self, batches: Batches) -> int:
+        """Goes to the last checkpoint that can be read; gives the updates that are done."""
+        import orbax.checkpoint as ocp
+
+        for step in sorted(self.manager.all_steps(), reverse=True):
+            try:
+                args = ocp.args.Composite(told=ocp.args.JsonRestore())
+                told = self.manager.restore(step, args=args)["told"]
+                state = self._read(step)
+                if _sums(state) != told["sums"]:
+                    raise ValueError("its arrays are not those that were written")
+            except Exception as error:  # whatever a damaged file makes Orbax raise, plain ones too
+                warnings.warn(
+                    f"checkpoint {step} in {self.folder} is damaged and passed over: "
+                    f"{first_line(error):.200}",
+                    stacklevel=3,
+                )
+                self.manager.delete(step)
+                continue
+            if told["about"] != self.about:
+                raise ValueError(
+                    f"{self.folder} holds a training with {told['about']}, this one is "
+                    f"{self.about}: choose another folder"
+                )
+            self.trained = state["trained"]
+            leaves = [state["state"][str(i)] for i in range(len(state["state"]))]
+            self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
+            batches.state = told["data"]
+            self._cut_log(step)
+            return step
+        self._cut_log(0)
+        return 0
+
+    def _read(self, step: int) -> dict[str, Any]:
+        import orbax.checkpoint as ocp
+
+        def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+        wanted = jax.tree.map(abstract, self._arrays())
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        return self.manager.restore(step, args=args)["state"]
+
+    def _cut_log(self, step: int) -> None:
+        """Drops what was logged after a checkpoint: it will be done again."""
+        log = self.folder / LOG
+        kept = [line for line in _lines(log) if json.loads(line)["step"] <= step]
+        log.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def finish(self) -> Params:
+        """Writes the weights and the loss curve; gives the trained model."""
+        from safetensors.numpy import save_file
+
+        self.manager.wait_until_finished()
+        self.manager.close()
+        arrays = {name: np.ascontiguousarray(x) for name, x in self.trained.items()}
+        save_file(arrays, self.folder / WEIGHTS)
+        draw_curve(self.folder)
+        return joined(self.student, self.trained)
+
+
+def draw_curve(folder: str | os.PathLike[str]) -> bool:
+    """Draws `loss.png` from the log of a training; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    records = [json.loads(line) for line in _lines(Path(folder) / LOG)]
+    if not records:
+        return False
+    figure = Figure((6, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    tokens = np.cumsum([record["predicted"] for record in records])
+    for name in ("cross_entropy", "divergence"):
+        values = np.array([record[name] for record in records])
+        if not values.any():
+            continue
+        width = max(1, len(values) // 20)
+        smooth = np.convolve(values, np.ones(width) / width, "valid")
+        (line,) = axes.plot(tokens, values, lw=0.5, alpha=0.4)
+        axes.plot(tokens[width - 1 :], smooth, color=line.get_color(), label=name.replace("_", " "))
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("nats per token")
+    axes.legend()
+    figure.savefig(Path(folder) / "loss.png", dpi=120)
+    return True
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """Whole lines of a log; the last may have been cut off by a kill."""
+    if file.is_file():
+        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield line.strip()
+
+
+def _plain(state: Any) -> Any:
+    """The state of a pipeline as JSON, whatever numbers it has."""
+    return json.loads(json.dumps(state, default=int))
+
+
+def _sums(tree: Any) -> list[int]:
+    """A checksum of every array: a damaged file need not fail to be read."""
+    return [zlib.crc32(np.ascontiguousarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]

@@ -1,0 +1,68 @@
+"""Texts to explore, repair and adapt on: rows of token ids of one length."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.models.params import Params
+from jaxkv.prompts import to_rows
+
+
+def cut(
+    params: Params, texts: Sequence[Any], length: int, *, at_least: int, why: str
+) -> list[list[int]]:
+    """Each text's first `length` tokens.
+
+    Args:
+      params: whose tokenizer is used.
+      texts: strings or token ids.
+      length: tokens of each text, at most.
+      at_least: tokens that a text must have.
+      why: what asks for them, for the error.
+
+    Raises:
+      ValueError: there is no text, or one is too short.
+
+    """
+    if isinstance(texts, str) or not len(texts):
+        raise ValueError(f"texts must be a list of at least one text, got {texts!r:.80}")
+    if type(length) is not int or length < at_least:
+        raise ValueError(f"length must be an int >= {at_least}, got {length!r}")
+    rows, _ = to_rows(params, list(texts))
+    for index, row in enumerate(rows):
+        if len(row) < at_least:
+            raise ValueError(
+                f"text {index} has {len(row)} tokens, and {why} needs at least {at_least}"
+            )
+    return [row[:length] for row in rows]
+
+
+def pieces(
+    params: Params, texts: Sequence[Any], length: int, *, count: int | None = None
+) -> list[list[int]]:
+    """Pieces of exactly `length` tokens from longer texts: all of them, or `count` of them evenly
+    spread.
+
+    Raises:
+      ValueError: there are not so many.
+
+    """
+    if isinstance(texts, str) or not len(texts):
+        raise ValueError(f"texts must be a list of at least one text, got {texts!r:.80}")
+    rows, _ = to_rows(params, list(texts))
+    found = [
+        row[start : start + length]
+        for row in rows
+        for start in range(0, len(row) - length + 1, length)
+    ]
+    wanted = len(found) if count is None else count
+    if not found or len(found) < wanted:
+        longest = max(map(len, rows))
+        raise ValueError(
+            f"the texts give {len(found)} pieces of {length} tokens, and {max(wanted, 1)} are "
+            f"asked for (the longest text has {longest} tokens): give more text, or shorter pieces"
+        )
+    if count is None:
+        return found
+    return [found[i] for i in np.linspace(0, len(found) - 1, count).round().astype(int)]
