@@ -83,3 +83,43 @@ def without_nan(arguments):
         jnp.nan_to_num(x) if x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
         for x in arguments
     )
+
+
+def decode_shared(seed, batch, kv_heads, group, dim, slots, sharing, dtype=jnp.float32):
+    """A step of heads that follow a root: slots in order of position, as where nothing is dropped.
+    The first sequence is nearly full, the second has few tokens more than near ones, the third has
+    ended. Returns the arguments, and which slots hold a token.
+    """
+    rng = np.random.default_rng(seed)
+    length = np.array([slots - 1, sharing.near + 20, sharing.near + 30])[:batch]
+    position = np.where(np.arange(batch) == 2, -1, length - 1)
+    positions = np.where(np.arange(slots) < length[:, None], np.arange(slots), -1)
+    positions = np.repeat(positions[:, None], kv_heads, 1).astype(np.int32)
+    free = np.repeat(length[:, None] - (position >= 0)[:, None], kv_heads, 1).astype(np.int32)
+    there = positions >= 0
+    there_before = there & (np.arange(slots) != free[..., None])
+    held = np.asarray(sharing.seated(jnp.array(length - 1, jnp.int32), sharing.near))
+    ring = np.repeat(np.where(held < 0, slots, held)[:, None], kv_heads, 1).astype(np.int32)
+
+    def normal(*shape):
+        return jnp.array(rng.normal(size=shape), dtype)
+
+    heads = (batch, kv_heads * group, dim)
+    keys, values = normal(batch, kv_heads, slots, dim), normal(batch, kv_heads, dim, slots)
+    # Of the root: little of the first heads' attention is distant, nearly all of the others'.
+    far = jnp.broadcast_to(20.0 * jnp.arange(kv_heads)[None, :, None], (batch, kv_heads, group))
+    arguments = (
+        normal(*heads),
+        normal(*heads),
+        normal(batch, kv_heads, dim),
+        normal(batch, kv_heads, dim),
+        normal(batch, kv_heads, sharing.near, dim),
+        jnp.where(there_before[:, :, None], values, jnp.nan),
+        jnp.where(there[..., None], keys, jnp.nan),
+        jnp.array(positions),
+        jnp.array(ring),
+        jnp.array(free),
+        jnp.array(position, jnp.int32),
+        far,
+    )
+    return arguments, there

@@ -7,10 +7,11 @@ Mutations tried by hand. The test against the oracle fails if
 
 - groups: a root lends its first group to all; outputs stay in the order of groups
 - near: recent one token longer; sinks forgotten, in a block or a step; the ring wraps without them
-- ring: slots taken to be in order under eviction; dropped tokens point to slot 0; a block overwrites
-  all of it, or reads its stored keys from seat 0; rows that have ended write into it
-- followers: values by what was stored before a block; stored ones overwritten; tokens counted before
-- steps: the new token not lent; near logits not put in; the far queries or the window forgotten
+- ring: slots taken to be in order under eviction; dropped tokens point to slot 0; a block
+  overwrites all of it, or reads its stored keys from seat 0; rows that have ended write into it
+- followers: values by what was stored before a block; stored ones overwritten; tokens counted
+  before a block
+- steps: the new token not lent; near logits not put in; the window or the far queries forgotten
 - maps: ignored, transposed, those of other heads, or after rotation
 
 and others fail:
@@ -23,7 +24,7 @@ and others fail:
 - ring or values do not grow: a_larger_cache; slots or budgets of the follower's own layer:
   followers_have; rings as long as all near tokens: bytes
 - weights without maps: queries_for_distant_keys; by_number not handed on: cannot_be_shared
-- on disk: counts lost, parts in another order, a field of the plan forgotten: a_session; maps
+- on disk: counts lost, parts in another order, a field of the plan forgotten: on_disk; maps
   forgotten: maps_are_not_part
 - plan: not checked: do_not_fit; savings negative, or of keys alone: savings
 
@@ -51,9 +52,11 @@ from jaxkv import H2O, Full, PoD, PodPlan, Streaming, Window
 from jaxkv.cache import LayerCache
 from jaxkv.extend import new_tokens
 from jaxkv.follow import extend_layer
+from jaxkv.generate import Past
 from jaxkv.loops import empty_cache, enlarge
 from jaxkv.policies import get, registered
 from jaxkv.positions import rotary_frequencies
+from jaxkv.report import make_report
 from jaxkv.room import plan
 from jaxkv.shared import lend, settle
 
@@ -484,28 +487,48 @@ def test_a_prompt_in_pieces_and_a_second_turn_are_one_text(shallow, prompts, sol
     assert turn.report.kept == [[len(at_once) + NEW - 1] * 2]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [SHARED, PoD(PLAN, sinks=2, recent=8, of=SNAP.with_budget(16), skip=("predicted", 0.2))],
-    ids=["full", "snapkv"],
-)
-def test_a_session_is_on_disk_as_it_was(shallow, prompts, tmp_path, policy):
-    session = jaxkv.Session(shallow, policy=policy)
-    first = session.generate(prompts[0], **OPTIONS)
-    session.save(tmp_path / "kept")
-    loaded = jaxkv.Session.load(tmp_path / "kept", shallow)
-    assert loaded.policy == policy
+def assert_on_disk_as_it_was(session, params, path):
+    session.save(path)
+    loaded = jaxkv.Session.load(path, params)
+    assert loaded.policy == session.policy
     ours, theirs = (s.past.loop.cache for s in (session, loaded))
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for old, new in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(new, old)
         assert new.dtype == old.dtype
-    if policy.skip:
-        assert 0 < first.report.skipped < 1
-        assert first.report.kept == [[16 + NEW - 1] * 2]
-        return
+    return loaded
+
+
+def test_a_session_goes_on_to_the_bit_from_disk(shallow, prompts, solo, tmp_path):
+    session = jaxkv.Session(shallow, policy=SHARED)
+    session.rewind(solo)
+    loaded = assert_on_disk_as_it_was(session, shallow, tmp_path / "kept")
     want, got = (s.generate([7, 8], **OPTIONS) for s in (session, loaded))
     assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
+
+
+def test_what_was_skipped_and_scores_are_on_disk_and_reported(shallow, solo, tmp_path):
+    policy = PoD(PLAN, sinks=2, recent=8, of=H2O(16), skip=("predicted", 0.5))
+    cache, count = empty_cache(shallow, policy, jnp.full((2, 1), 16), [32, 32]), iter(range(99))
+    cache = jax.tree.map(lambda x: jnp.full_like(x, next(count)), cache)
+    follower = cache.layers[1].parts[0]
+    follower = dataclasses.replace(follower, skipped=jnp.array([[[3, 4], [0, 2]]], jnp.int32))
+    layer = dataclasses.replace(cache.layers[1], parts=(follower, cache.layers[1].parts[1]))
+    cache = dataclasses.replace(cache, layers=(cache.layers[0], layer))
+    session = jaxkv.Session(shallow, policy=policy)
+    loop = dataclasses.replace(solo.loop, cache=cache)
+    session.rewind(Past(policy=policy, config=shallow.config, loop=loop))
+    assert_on_disk_as_it_was(session, shallow, tmp_path / "kept")
+
+    seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
+    report = make_report(
+        shallow, policy, cache, prompt_tokens=[9], new_tokens=[2], budgets=[16], first_turn=True,
+        seconds=seconds,
+    )  # fmt: skip
+    assert report.skipped == 3 / 6
+    assert "skipped   50% of the distant parts of decode steps" in str(report)
+    assert solo.report.skipped is None
+    assert "skipped" not in str(solo.report)
 
 
 def test_maps_are_not_part_of_a_session(shallow, tmp_path):

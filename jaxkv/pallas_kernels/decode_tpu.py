@@ -14,7 +14,7 @@ TPU stores `[slots, dim]` with slots last where dim is below 128 lanes; such key
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,66 @@ def run(
     """See `jaxkv.pallas_kernels.decode`."""
     del layer
     sums = column_sums(statistics)
+    found = attend(
+        queries,
+        key,
+        value,
+        keys,
+        values,
+        positions,
+        free,
+        position,
+        onto,
+        sums=sums,
+        window=window,
+        interpret=interpret,
+    )
+    return found.out, found.keys, found.values, found.received
+
+
+class Attended(NamedTuple):
+    """What `attend` gives."""
+
+    out: Array
+    #: The buffers that came, with the new token.
+    keys: Array
+    values: Array
+    received: tuple[Array, ...]
+    #: [batch, kv_heads, group]; None unless asked for.
+    lse: Array | None
+
+
+def attend(
+    queries: Array,
+    key: Array,
+    value: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    free: Array,
+    position: Array,
+    onto: Array | None = None,
+    *,
+    sums: ColumnSums | None = None,
+    window: int | None = None,
+    stored_key: bool = False,
+    lse: bool = False,
+    active: Array | None = None,
+    interpret: Any = False,
+) -> Attended:
+    """The kernel.
+
+    Args:
+      queries, key, value, keys, values, positions, free, position, onto: as for `decode`.
+      sums: the statistic.
+      window: tokens that a query sees at most.
+      stored_key: the keys are complete and stay as they are: only the new value is written, and the
+        new token is seen only if `positions` has it.
+      lse: also give the log-sum-exp of the logits.
+      active: [batch, kv_heads] int32; where it is 0 no block is read, and nothing seen.
+      interpret: for Pallas' interpreter.
+
+    """
     batch, heads, dim = queries.shape
     kv_heads, slots = positions.shape[1:]
     group, size = heads // kv_heads, keys.dtype.itemsize
@@ -99,6 +159,8 @@ def run(
     elif onto is None:
         onto = jnp.zeros(positions.shape, jnp.float32)
     padding = blocks * block - slots
+    if active is None:
+        active = jnp.ones((batch, kv_heads), jnp.int32)
     inputs = [
         queries.reshape(batch, kv_heads, group, dim),
         key[:, :, None],
@@ -112,9 +174,14 @@ def run(
         """A block of one KV head; `index` has its place, from the number of the block of slots and
         from the free slot.
         """
-        return pl.BlockSpec(
-            (None, None, *shape), lambda b, k, j, free, _: (b, k, *index(j, free[b, k]))
-        )
+
+        def place(b: Any, k: Any, j: Any, free: Any, _: Any, active: Any) -> Any:
+            # Where nothing is to be seen, the block that is written to: one that stays the same is
+            # not read again.
+            number = jnp.where(active[b, k] > 0, j, free[b, k] // block)
+            return b, k, *index(number, free[b, k])
+
+        return pl.BlockSpec((None, None, *shape), place)
 
     def whole(*shape: int) -> pl.BlockSpec:
         return part(shape, lambda _, __: (0, 0))
@@ -129,27 +196,41 @@ def run(
     token = whole(1, dim)
     in_specs = [head, token, token, along if slots_last else down, along, whole(1, blocks * block)]
     out_specs = [head, tile_along if slots_last else tile_down, tile_along]
-    outputs = [inputs[0], inputs[3], inputs[4]]
-    # The cache comes back in its own buffers. Counted with the two prefetched operands.
-    aliases = {5: 1, 6: 2}
+    outputs: list[Any] = [inputs[0], inputs[3], inputs[4]]
+    # The cache comes back in its own buffers. Counted with the three prefetched operands.
+    aliases = {6: 1, 7: 2}
+    if stored_key:
+        del out_specs[1], outputs[1]
+        aliases = {7: 1}
+    cached = len(outputs)
     if onto is not None:
         inputs.append(onto[:, :, None])
         in_specs.append(row)
         outputs.append(inputs[-1])
         out_specs.append(row)
-        aliases[8] = 3
+        aliases[9] = len(outputs) - 1
+    if lse:
+        outputs.append(jax.ShapeDtypeStruct((batch, kv_heads, group, _LANES), jnp.float32))
+        out_specs.append(whole(group, _LANES))
     shapes: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     if not interpret:
         # The compiler would bring a layer that fits into VMEM as a whole, and write all of it back.
         inputs[3:5] = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in inputs[3:5])
-        shapes[1:3] = (pltpu.HBM(x.shape, x.dtype) for x in outputs[1:3])
+        shapes[1:cached] = (pltpu.HBM(x.shape, x.dtype) for x in outputs[1:cached])
     scores_bytes = 4 if sums is None else 12
     results = pl.pallas_call(
         functools.partial(
-            _kernel, sums=sums, window=window, slots=slots, block=block, slots_last=slots_last
+            _kernel,
+            sums=sums,
+            window=window,
+            slots=slots,
+            block=block,
+            slots_last=slots_last,
+            stored_key=stored_key,
+            with_lse=lse,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(batch, kv_heads, blocks),
             in_specs=in_specs,
             out_specs=out_specs,
@@ -172,10 +253,17 @@ def run(
         ),
         interpret=interpret,
         name="decode",
-    )(free, position, *inputs)
-    out, stored, values, *received = results
-    keys = jnp.swapaxes(stored, 2, 3) if slots_last else stored
-    return out.reshape(batch, heads, dim), keys, values, tuple(x[:, :, 0] for x in received)
+    )(free, position, active, *inputs)
+    out, *stored = results[:cached]
+    if not stored_key:
+        keys = jnp.swapaxes(stored[0], 2, 3) if slots_last else stored[0]
+    return Attended(
+        out.reshape(batch, heads, dim),
+        keys,
+        stored[-1],
+        () if onto is None else (results[cached][:, :, 0],),
+        results[-1][..., 0] if lse else None,
+    )
 
 
 def block_of(slots: int, dim: int, size: int) -> int:
@@ -187,25 +275,34 @@ def block_of(slots: int, dim: int, size: int) -> int:
 def _kernel(
     free_ref,  # SMEM [batch, kv_heads] int32
     position_ref,  # SMEM [batch] int32
+    active_ref,  # SMEM [batch, kv_heads] int32
     queries_ref,  # [group, dim]
     key_ref,  # [1, dim], of the new token
     value_ref,  # [1, dim]
     keys_ref,  # [dim, block], or [block, dim] where slots are rows
     values_ref,  # [dim, block]
     positions_ref,  # [1, blocks * block] int32
-    *refs,  # [onto [1, slots]]; out [group, dim], tiles of keys and values, [sums]; scratch
+    *refs,  # [onto [1, slots]]; out [group, dim], tiles of [keys and] values, [sums, lse]; scratch
     sums: ColumnSums | None,
     window: int | None,
     slots: int,
     block: int,
     slots_last: bool,
+    stored_key: bool,
+    with_lse: bool,
 ):
     # Scratch: logits of all blocks; output, maximum and sum of each query head in the making.
     *others, logits_ref, acc_ref, high_ref, sum_ref = refs
-    if sums is None:
-        out_ref, key_tile_ref, value_tile_ref = others
+    lse_ref: Any = others.pop() if with_lse else None
+    onto_ref: Any = None
+    received_ref: Any = None
+    key_tile_ref: Any = None
+    if sums is not None:
+        onto_ref, *others, received_ref = others
+    if stored_key:
+        out_ref, value_tile_ref = others
     else:
-        onto_ref, out_ref, key_tile_ref, value_tile_ref, received_ref = others
+        out_ref, key_tile_ref, value_tile_ref = others
     b, k, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     free, position = free_ref[b, k], position_ref[b]
     queries, key, value = queries_ref[...], key_ref[...], value_ref[...]
@@ -228,27 +325,38 @@ def _kernel(
 
     @pl.when(j == 0)
     def _start():
+        if stored_key:
+            # Above what is masked, so that it has no weight, and below every logit.
+            high_ref[...] = jnp.full(high_ref.shape, _MASKED / 2, jnp.float32)
+            sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+            acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+            return
         high_ref[...] = jnp.broadcast_to(fresh, high_ref.shape)
         sum_ref[...] = jnp.ones(sum_ref.shape, jnp.float32)
         acc_ref[...] = jnp.broadcast_to(value.astype(jnp.float32), acc_ref.shape)
 
-    @pl.when(j == free // block)
+    active = active_ref[b, k] > 0
+
+    @pl.when(j == jnp.where(active, free // block, 0))
     def _write():
-        first = pl.multiple_of(free // _LANES * _LANES - j * block, _LANES)
+        here = free // block * block
+        first = pl.multiple_of(free // _LANES * _LANES - here, _LANES)
         at = lax.broadcasted_iota(jnp.int32, (1, _LANES), 1) == free % _LANES
         value_tile_ref[...] = jnp.where(at, column(value), values_ref[:, pl.ds(first, _LANES)])
+        if stored_key:
+            return
         if slots_last:
             key_tile_ref[...] = jnp.where(at, column(key), keys_ref[:, pl.ds(first, _LANES)])
         else:
             tall = key_tile_ref.shape[0]
-            first = pl.multiple_of(free // tall * tall - j * block, tall)
+            first = pl.multiple_of(free // tall * tall - here, tall)
             at = lax.broadcasted_iota(jnp.int32, (tall, 1), 0) == free % tall
             key_tile_ref[...] = jnp.where(at, key, keys_ref[pl.ds(first, tall), :])
 
     start = pl.multiple_of(j * block, _LANES)
     positions = positions_ref[:, pl.ds(start, block)]
     slot = start + lax.broadcasted_iota(jnp.int32, (1, block), 1)
-    seen = (positions >= 0) & (positions <= position) & (slot != free)
+    seen = (positions >= 0) & (positions <= position) & (slot != free) & active
     if window is not None:
         seen &= position - positions < window
     logits = dot(queries, keys_ref[...], (1, 0) if slots_last else (1, 1)) * scale
@@ -266,8 +374,13 @@ def _kernel(
     @pl.when(j == pl.num_programs(2) - 1)
     def _finish():
         # A sequence that has ended sees nothing.
-        share = jnp.where(position >= 0, 1 / sum_ref[:, :1], 0.0)
+        some = (position >= 0) & (sum_ref[:, :1] > 0)
+        total = jnp.where(some, sum_ref[:, :1], 1.0)
+        share = jnp.where(some, 1 / total, 0.0)
         out_ref[...] = (acc_ref[...] * share).astype(out_ref.dtype)
+        if lse_ref is not None:
+            logsum = jnp.where(some, high_ref[:, :1] + jnp.log(total), _MASKED)
+            lse_ref[...] = jnp.broadcast_to(logsum, lse_ref.shape)
         if sums is None:
             return
 
