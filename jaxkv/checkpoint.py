@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv.cache import Cache, LayerCache
 from jaxkv.shared import Follower, Group, SharedLayer, Sharing
@@ -30,7 +31,7 @@ def save(path: str | os.PathLike[str], state: Any, about: Mapping[str, Any]) -> 
         raise ValueError(f"{os.fspath(path)} exists already: choose another folder or remove it")
     tree = _to_dicts(state)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "arrays", tree)
+        checkpointer.save(folder / "arrays", _without_empty(tree))
     shapes = jax.tree.map(lambda x: {"shape": list(x.shape), "dtype": str(x.dtype)}, tree)
     content = {**about, "arrays": shapes}
     # Last: a folder with this file is complete.
@@ -76,9 +77,28 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(folder / "arrays", abstract(about["arrays"]))
+            wanted = abstract(about["arrays"])
+            found = checkpointer.restore(folder / "arrays", _without_empty(wanted))
+            return _with_empty(found, wanted)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{os.fspath(path)} is damaged: {error}") from error
+
+
+def _without_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Without arrays of no elements, which Orbax does not store."""
+    held = {n: _without_empty(x) if isinstance(x, Mapping) else x for n, x in tree.items()}
+    return {name: x for name, x in held.items() if isinstance(x, Mapping) or x.size}
+
+
+def _with_empty(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What was found, and the arrays of no elements among those wanted."""
+
+    def one(name: str, like: Any) -> Any:
+        if isinstance(like, Mapping):
+            return _with_empty(found[name], like)
+        return found[name] if like.size else jnp.zeros(like.shape, like.dtype)
+
+    return {name: one(name, like) for name, like in wanted.items()}
 
 
 def cache_of(state: Mapping[str, Any], sharing: Sharing | None) -> Cache:

@@ -284,12 +284,14 @@ def test_a_prompt_needs_no_matrix_as_large_as_the_text_squared(chip):
 
 @pytest.mark.parametrize("chip", ["v6e", "v5p"])
 def test_layers_that_share_keys_are_changed_in_place(chip):
-    """Neither values of followers are stored in another order for the loop, nor rings."""
-    config = shallow(MODELS["llama_3_8b"][0], layers=4)
+    """No layer is stored in another order from step to step; while it runs, one layer may be."""
+    whole = MODELS["llama_3_8b"][0]
+    config = shallow(whole, layers=4)
     root = [[0] * 8, [0, 1] * 4, [0, 1] * 4, [3, 1] * 4]
     shared = PoD(PodPlan.for_config(root, config), sinks=16, recent=2032)
     compiled, cache = compiled_steps(mesh_of(CHIPS[chip]), config, shared, 8, BUDGET)
     total = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(cache))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= total
-    assert memory.temp_size_in_bytes < 0.04 * total
+    depth = whole.num_layers / config.num_layers
+    assert memory.temp_size_in_bytes < 0.04 * total * depth

@@ -54,11 +54,12 @@ from jaxkv.extend import new_tokens
 from jaxkv.follow import extend_layer
 from jaxkv.generate import Past
 from jaxkv.loops import empty_cache, enlarge
+from jaxkv.pod.cla import CLA
 from jaxkv.policies import get, registered
 from jaxkv.positions import rotary_frequencies
 from jaxkv.report import make_report
 from jaxkv.room import plan
-from jaxkv.shared import lend, settle
+from jaxkv.shared import Group, lend, settle
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -110,7 +111,7 @@ class Case:
 
 CASES = {
     "full": Case(pod(CROSSED, 2, 5), mapped=True, rotated=True),
-    "h2o": Case(pod(APART, 0, 4, H2O()), lambda n: oracles.Rule("h2o", n, recent=(n + 1) // 2)),
+    "h2o": Case(pod(WHOLE, 0, 4, H2O()), lambda n: oracles.Rule("h2o", n, recent=(n + 1) // 2)),
     "streaming": Case(
         pod(WHOLE, 1, 3, Streaming(sinks=2, positions="original")),
         lambda n: oracles.Rule("streaming", n, sinks=2),
@@ -120,6 +121,19 @@ CASES = {
     # Less is kept than is near.
     "window": Case(pod(WHOLE, 0, 6, Window()), lambda n: oracles.Rule("window", n)),
 }
+
+
+def test_heads_that_share_with_the_same_layers_form_a_group():
+    def groups(root):
+        return [pod(root, 2, 5).sharing.groups(layer) for layer in range(LAYERS)]
+
+    assert groups(APART) == [
+        (Group((0, 2), 0, 0, True), Group((1,), 0, 1, False)),
+        (Group((0, 2), 0, 0, True), Group((1,), 1, 1, True)),
+        (Group((0, 2), 2, 0, False), Group((1,), 1, 1, True)),
+    ]
+    assert groups(CROSSED)[1:] == [(Group((0, 2), 0, 0, True), Group((1,), 1, 1, True))] * 2
+    assert groups(WHOLE) == [(Group((0, 1, 2), 0, 0, True),)] * LAYERS
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "fresh", "window", "rotated"))
@@ -529,6 +543,15 @@ def test_what_was_skipped_and_scores_are_on_disk_and_reported(shallow, solo, tmp
     assert "skipped   50% of the distant parts of decode steps" in str(report)
     assert solo.report.skipped is None
     assert "skipped" not in str(solo.report)
+
+
+def test_followers_that_store_nothing_are_on_disk(shallow, solo, tmp_path):
+    session = jaxkv.Session(shallow, policy=CLA(PLAN))
+    cache = empty_cache(shallow, session.policy, jnp.full((2, 1), 2**30), [48, 48])
+    assert 0 in [leaf.size for leaf in jax.tree.leaves(cache)]
+    loop = dataclasses.replace(solo.loop, cache=cache)
+    session.rewind(Past(policy=session.policy, config=shallow.config, loop=loop))
+    assert_on_disk_as_it_was(session, shallow, tmp_path / "kept")
 
 
 def test_maps_are_not_part_of_a_session(shallow, tmp_path):

@@ -245,7 +245,8 @@ def test_repairing_makes_attention_nearly_what_it_was(shallow, story):
 
 
 def read_log(folder):
-    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
 
 
 def _weights(params):
@@ -270,7 +271,11 @@ def training(small, plan, rows):
 def test_a_training_that_was_killed_goes_on_to_the_same_numbers(
     training, small, plan, rows, tmp_path
 ):
-    whole = training(tmp_path / "whole")
+    seen = []
+    whole = training(
+        tmp_path / "whole", watch=lambda step, model: seen.append(step) or {"perplexity": 2.0}
+    )
+    assert seen == [2, 4, 6]
     log = read_log(tmp_path / "whole")
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
     policy = jaxkv.PoD(plan, **NEAR)
@@ -324,6 +329,12 @@ def test_texts_and_weights_may_be_divided_over_devices():
     np.testing.assert_allclose(many["norm"], one["norm"], rtol=1e-4)
     assert many["largest_part"] <= one["largest_part"] / 2
     assert many["all_to_all"] > 0
+
+
+@pytest.mark.parametrize("name", ["pod", "cla"])
+def test_a_name_is_not_enough(small, name):
+    with pytest.raises(ValueError, match=f"'{name}' needs a plan of which layers share: give"):
+        jaxkv.generate(small, [5, 6, 7], policy=name)
 
 
 @pytest.mark.parametrize(

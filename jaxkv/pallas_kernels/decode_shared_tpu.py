@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from jaxkv.pallas_kernels import decode_tpu
@@ -63,6 +64,8 @@ def run(
     """See `jaxkv.pallas_kernels.decode_shared`."""
     batch, kv_heads = near_keys.shape[:2]
     slots = values.shape[-1]
+    # Else the compiler would gather for all layers at once, before the first one runs.
+    values, key = lax.optimization_barrier((values, key))
     at = jnp.minimum(ring, slots - 1)
     held = jnp.where(ring < slots, jnp.take_along_axis(positions, at, 2), -1)
     seat = jnp.where(position < 0, 0, sharing.seats(position))

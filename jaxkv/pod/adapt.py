@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,16 @@ def adapt(
     keep: int = 2,
     seed: int = 0,
     mesh: jax.sharding.Mesh | None = None,
+    teacher: Params | None = None,
+    watch: Callable[[int, Params], Mapping[str, float]] | None = None,
     **recipe: Any,
 ) -> Params:
     """Trains a model a little under a policy's attention. Stopped at any moment and called again
     with the same arguments, it goes on from its last checkpoint to the same numbers.
 
     Args:
-      params: the dense model, which is also the teacher. For a plan with maps (`jaxkv.pod.repair`)
-        training starts from these.
+      params: the dense model. For a plan with maps (`jaxkv.pod.repair`) training starts from
+        these.
       texts: documents: strings or token ids. Every range of their lengths gives as many rows.
       policy: whose attention is learnt, such as `jaxkv.PoD(plan, sinks=16, recent=240)`.
       folder: for checkpoints, the log (`log.jsonl`), the loss curve and the weights.
@@ -59,6 +61,8 @@ def adapt(
       seed: of the order of texts.
       mesh: with axes "data" and "sequence": weights, optimiser and batch are divided over the
         first, each text over the second.
+      teacher: the model whose predictions are learnt; `params` by default.
+      watch: is told updates and model at every checkpoint; what it returns is logged.
       recipe: the other fields of `jaxkv.pod.Recipe`.
 
     Returns:
@@ -72,8 +76,7 @@ def adapt(
     for name, value in (("save_every", save_every), ("keep", keep), ("batch", batch)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-    teacher = params.weights()
-    student = _student(teacher, policy)
+    student = _student(params.weights(), policy)
     batches = Batches(params, texts, length=length, batch=batch, seed=seed)
     about = {
         "model": params.name,
@@ -83,13 +86,20 @@ def adapt(
         "seed": seed,
         "tokens_of_texts": batches.tokens,
     }
-    run = _Training(Path(folder), plan, student, teacher, about, keep, mesh)
+    guide = (params if teacher is None else teacher).weights()
+
+    def named(model: Params) -> Params:
+        return dataclasses.replace(model, name=params.name, tokenizer=params.tokenizer)
+
+    run = _Training(Path(folder), plan, student, guide, about, keep, mesh)
     start = run.resume(batches)
     for step in each(range(start, steps), "adapting", total=steps - start):
         run.step(step, [next(batches) for _ in range(plan.accumulate)])
         if (step + 1) % save_every == 0 or step + 1 == steps:
             run.save(step + 1, batches)
-    return dataclasses.replace(run.finish(), name=params.name, tokenizer=params.tokenizer)
+            if watch is not None:
+                run.log({"step": step + 1, **watch(step + 1, named(run.model))})
+    return named(run.finish())
 
 
 def with_weights(params: Params, folder: str | os.PathLike[str]) -> Params:
@@ -193,8 +203,17 @@ class _Training:
             "learning_rate": float(self.rate(step)),
             "seconds": round(time.perf_counter() - start, 3),
         }
-        with (self.folder / LOG).open("a", encoding="utf-8") as log:
-            log.write(json.dumps(record) + "\n")
+        self.log(record)
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Adds a line to the log."""
+        with (self.folder / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    @property
+    def model(self) -> Params:
+        """The model as it is now."""
+        return joined(self.student, self.trained)
 
     def _latest(self) -> int:
         return self.manager.latest_step() or 0
@@ -209,7 +228,8 @@ class _Training:
         """Writes a checkpoint while training goes on."""
         import orbax.checkpoint as ocp
 
-        state = self._arrays()
+        # A copy, since it is written while the next updates give the arrays away.
+        state = jax.tree.map(jnp.copy, self._arrays())
         told = {"about": self.about, "data": _plain(batches.state), "sums": _sums(state)}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), told=ocp.args.JsonSave(told))
         self.manager.save(step, args=args)
@@ -276,7 +296,7 @@ class _Training:
         arrays = {name: np.ascontiguousarray(x) for name, x in self.trained.items()}
         save_file(arrays, self.folder / WEIGHTS)
         draw_curve(self.folder)
-        return joined(self.student, self.trained)
+        return self.model
 
 
 def draw_curve(folder: str | os.PathLike[str]) -> bool:
@@ -286,6 +306,7 @@ def draw_curve(folder: str | os.PathLike[str]) -> bool:
     except ImportError:
         return False
     records = [json.loads(line) for line in _lines(Path(folder) / LOG)]
+    records = [record for record in records if "loss" in record]
     if not records:
         return False
     figure = Figure((6, 3.5), layout="constrained")

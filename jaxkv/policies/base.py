@@ -349,6 +349,8 @@ def protect(protected: Array, priority: Float[Array, "*shape"]) -> Float[Array, 
 
 
 _REGISTRY: dict[str, type[Policy]] = {}
+#: Policies that a name is not enough for.
+_WITH_A_PLAN = {"pod": "jaxkv.PoD(plan)", "cla": "jaxkv.CLA(plan)"}
 
 
 def register(policy: type[Policy]) -> type[Policy]:
@@ -385,6 +387,11 @@ def get(policy: "str | Policy", budget: int | float | None = None) -> Policy:
 
     """
     if isinstance(policy, str):
+        if policy in _WITH_A_PLAN:
+            raise ValueError(
+                f"{policy!r} needs a plan of which layers share: give policy="
+                f"{_WITH_A_PLAN[policy]}, with a plan of jaxkv.pod.explore"
+            )
         if policy not in _REGISTRY:
             near = difflib.get_close_matches(policy, _REGISTRY, n=1, cutoff=0.5)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
