@@ -111,6 +111,10 @@ def _slots(
         room = budgets + policy.burst
     elif policy.drops == "never":
         room = np.full_like(budgets, total)
+    if policy.sharing is not None:
+        # Heads that follow another layer have the slots of that layer.
+        own = np.array(policy.sharing.root) == np.arange(len(budgets))[:, None]
+        room = np.where(own[:, None], room, 0)
     if policy.pooled:
         counts = (np.minimum(room, max(total, 1)) + 1).sum(2).max(1)
         # Heads that cannot fill their budgets still own the slots.
