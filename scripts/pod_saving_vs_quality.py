@@ -58,7 +58,7 @@ OPTIONS = [
     Option("savings", float, [0.02, 0.08, 0.15, 0.23, 0.35, 0.45], [0.35], "to aim at"),
     Option("saving", float, 0.35, 0.35, "of the plan for the other sweeps"),
     Option("recents", int, [56, 120, 240, 496], [], "latest tokens that do not share, to try"),
-    Option("taus", float, [0.5, 0.7, 0.9], [0.7], "shares from which far parts are skipped"),
+    Option("taus", float, [0.5, 0.7, 0.9], [], "shares from which far parts are skipped"),
     NEAR,
     Option("tokens", int, 1024, 448, "tokens of a text, its prompt included"),
     Option("prompt", int, 768, 384, "tokens of the prompt"),

@@ -259,7 +259,7 @@ def test_a_model_writes_the_same_with_kernels_as_without(shallow, story):
                 shallow, prompts, policy="h2o", budget=160, max_new_tokens=6, logprobs=True
             )
             chosen = {operation: {c.name for c in p.values()} for operation, p in kernels().items()}
-            assert all(name in names for names in chosen.values()), chosen
+            assert all(name in chosen[used] for used in ("decode", "gather", "prompt")), chosen
     assert told["mosaic"].tokens == told["plain"].tokens
     for fused, plain in zip(told["mosaic"].logprobs, told["plain"].logprobs, strict=True):
         close(fused, plain)
@@ -267,7 +267,8 @@ def test_a_model_writes_the_same_with_kernels_as_without(shallow, story):
 
 def test_the_report_says_what_ran(small):
     out = jaxkv.generate(small, [1, 2, 3, 4], policy="h2o", budget=3, max_new_tokens=3)
-    assert out.report.kernels == {"decode": "plain", "gather": "plain", "prompt": "plain"}
+    used = {name: out.report.kernels[name] for name in ("decode", "gather", "prompt")}
+    assert used == {"decode": "plain", "gather": "plain", "prompt": "plain"}
 
 
 def arguments_of(dtype, dim=64, slots=256):

@@ -936,12 +936,12 @@ def real(shallow, story):
 
     def note(queries, keys, values, *rest, **options):
         found.append((queries, keys, values, options))
-        return extend(queries, keys, values, *rest, **options)
+        return extend_layer(queries, keys, values, *rest, **options)
 
-    extend, tokens = llama.extend, jnp.array([story[:60], story[200:260]])
+    extend_layer, tokens = llama.extend_layer, jnp.array([story[:60], story[200:260]])
     budgets = jnp.full((2, 2), UNBOUNDED)
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
-        patch.setattr(llama, "extend", note)
+        patch.setattr(llama, "extend_layer", note)
         cache = loops.empty_cache(shallow, Full(), budgets, (61, 61))
         loops.module_of(shallow)(tokens, cache, Full(), fresh=True)
     *arrays, options = found[1]

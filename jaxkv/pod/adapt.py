@@ -309,20 +309,19 @@ def draw_curve(folder: str | os.PathLike[str]) -> bool:
     records = [record for record in records if "loss" in record]
     if not records:
         return False
-    figure = Figure((6, 3.5), layout="constrained")
-    axes = figure.add_subplot()
     tokens = np.cumsum([record["predicted"] for record in records])
-    for name in ("cross_entropy", "divergence"):
-        values = np.array([record[name] for record in records])
-        if not values.any():
-            continue
-        width = max(1, len(values) // 20)
+    curves = {n: [record[n] for record in records] for n in ("cross_entropy", "divergence")}
+    curves = {name: values for name, values in curves.items() if any(values)}
+    figure = Figure((6, 1 + 2 * len(curves)), layout="constrained")
+    for number, (name, values) in enumerate(curves.items(), 1):
+        axes = figure.add_subplot(len(curves), 1, number)
+        width = max(1, len(values) // 10)
         smooth = np.convolve(values, np.ones(width) / width, "valid")
         (line,) = axes.plot(tokens, values, lw=0.5, alpha=0.4)
-        axes.plot(tokens[width - 1 :], smooth, color=line.get_color(), label=name.replace("_", " "))
+        axes.plot(tokens[width - 1 :], smooth, color=line.get_color())
+        axes.set_ylabel(f"{name.replace('_', ' ')}\n(nats per token)")
+        axes.set_ylim(bottom=0 if name == "divergence" else None)
     axes.set_xlabel("tokens")
-    axes.set_ylabel("nats per token")
-    axes.legend()
     figure.savefig(Path(folder) / "loss.png", dpi=120)
     return True
 
