@@ -20,10 +20,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.pallas_kernels.gather import gather
+from jaxkv.pallas_kernels.victim import victim
 
 _BIG = jnp.iinfo(jnp.int32).max
 #: The budget of policies that never evict.
 UNBOUNDED = 2**30
+_WRITE: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
 
 
 @jax.tree_util.register_dataclass
@@ -177,13 +179,9 @@ def note(
     """Gives the free slots to one new token per sequence: all but its keys and values. Position -1
     leaves them empty.
     """
-    batch, kv_heads = layer.free.shape
-    b = jnp.arange(batch)[:, None]
-    row = jnp.arange(kv_heads)[None, :] if layer.starts is None else jnp.zeros((1, 1), jnp.int32)
 
     def written(array: Any, new: Any) -> Any:
-        at = array.at[b, row, layer.free]
-        return at.set(new, mode="promise_in_bounds", unique_indices=True)
+        return _at_heads(array, layer, layer.free).set(new, **_WRITE)
 
     return dataclasses.replace(
         layer,
@@ -199,23 +197,23 @@ def free_next(layer: LayerCache, priority: Float[Array, "batch kv_heads slots"])
     of the token with the lowest priority (of equals, the youngest).
     """
     # Slots beyond a head's own budget must stay empty: they are padding.
-    first = 0 if layer.starts is None else layer.starts[..., None]
-    slot = jnp.arange(layer.slots)
-    usable = (slot >= first) & (slot <= first + layer.budget[..., None])
-    worth = jnp.where(layer.positions < 0, -jnp.inf, priority)
-    worth = jnp.where(usable, worth, jnp.inf)
-    # Barriers keep XLA on CPU from computing all this anew inside each of the reductions.
-    worth = jax.lax.optimization_barrier(worth)
-    lowest = worth == jax.lax.optimization_barrier(jnp.min(worth, -1, keepdims=True))
-    free = jnp.argmax(jnp.where(lowest & usable, layer.positions, -2), -1).astype(jnp.int32)
-    chosen = slot == free[..., None]
+    first = jnp.zeros_like(layer.free) if layer.starts is None else layer.starts
+    (free,) = victim(layer.positions, priority, first, first + layer.budget)
     ranks = layer.ranks
     if ranks is not None:
+        chosen = jnp.arange(layer.slots) == free[..., None]
         gone = jnp.max(jnp.where(chosen & (layer.positions >= 0), ranks, -1), -1, keepdims=True)
         older = (gone >= 0) & (ranks > gone) & layer.own()
         ranks = ranks - _merge_rows(layer, older).astype(jnp.int32)
-    positions = jnp.where(_merge_rows(layer, chosen), -1, layer.positions)
+    positions = _at_heads(layer.positions, layer, free).set(-1, **_WRITE)
     return dataclasses.replace(layer, positions=positions, ranks=ranks, free=free)
+
+
+def _at_heads(array: Array, layer: LayerCache, slot: Int[Array, "batch kv_heads"]) -> Any:
+    """`array.at` one slot of each head."""
+    batch, kv_heads = slot.shape
+    row = jnp.arange(kv_heads)[None, :] if layer.starts is None else jnp.zeros((1, 1), jnp.int32)
+    return array.at[jnp.arange(batch)[:, None], row, slot]
 
 
 def _merge_rows(layer: LayerCache, mask: Bool[Array, "batch kv_heads slots"]) -> Array:

@@ -52,12 +52,21 @@ def kept(out, row=0):
 DRAWING = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
 
 
+#: The surrogate gives equal tokens equal scores in the first layer, and which of them goes would be
+#: decided by how products are rounded: no token comes twice.
+DRAWN = ["h2o", "kvzap"]
+
+
 @pytest.mark.parametrize(
-    ("name", "drawing"), [*((name, {}) for name in NAMES), ("h2o", DRAWING)], ids=str
+    ("name", "drawing"),
+    [(name, {}) for name in NAMES if name != "kvzap"] + [(name, DRAWING) for name in DRAWN],
+    ids=str,
 )
 def test_a_batch_gives_what_its_rows_give_alone(shallow, story, name, drawing):
     # Lengths and budgets differ, padded sizes do not: alone, all rows run the same programs.
     prompts = [story[:90], story[200:265], story[300:396]]
+    if name == "kvzap":
+        prompts = [list(dict.fromkeys(prompt)) for prompt in prompts]
     options = {
         "policy": POLICIES[name].with_budget(0.25),
         "max_new_tokens": NEW,

@@ -14,18 +14,24 @@ import jaxkv
 from jaxkv import ColumnMaxima, ColumnSums
 from jaxkv.attention import attend_block
 from jaxkv.pallas_kernels import (
+    decode_cpu,
     decode_shared_tpu,
     decode_tpu,
     dispatch,
     gather_tpu,
+    linear_cpu,
+    native,
     prompt_tpu,
+    victim_cpu,
     write_tpu,
 )
 from jaxkv.pallas_kernels.decode import decode
 from jaxkv.pallas_kernels.decode_shared import decode_shared
 from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
 from jaxkv.pallas_kernels.gather import gather
+from jaxkv.pallas_kernels.linear import linear
 from jaxkv.pallas_kernels.prompt import prompt
+from jaxkv.pallas_kernels.victim import victim
 from jaxkv.pallas_kernels.write import write
 from jaxkv.shared import Sharing
 
@@ -70,9 +76,13 @@ def check_decode(shape, options, dtype=jnp.float32, interpret=True, onto=True):
     onto = onto and "statistics" in options
     arguments, there = kernel_cases.decode(0, *shape, dtype=dtype, onto=onto)
     decode_tpu.check(*arguments, **options)
-    want = jax.jit(functools.partial(decode.plain, **options))(*kernel_cases.without_nan(arguments))
     run = functools.partial(decode_tpu.run, interpret=interpret, **options)
-    out, keys, values, received = run(*arguments)
+    check_step(arguments, there, run(*arguments), options, dtype)
+
+
+def check_step(arguments, there, got, options, dtype=jnp.float32):
+    want = jax.jit(functools.partial(decode.plain, **options))(*kernel_cases.without_nan(arguments))
+    out, keys, values, received = got
     close(out, want[0], dtype)
     # Nothing but the new token was written.
     there = there[..., None]
@@ -104,6 +114,108 @@ def test_a_fused_step_reads_no_foreign_memory_and_has_no_race(dim, small_blocks,
     shape = (2, 1, 2, dim, 256)
     check_decode(shape, {"statistics": (ColumnSums(),)}, interpret=STRICT)
     assert "RACE" not in capsys.readouterr().out.upper()
+
+
+@pytest.mark.parametrize("case", DECODE)
+@pytest.mark.parametrize("parts", ["one", "some"])
+def test_a_native_step_is_the_plain_step(case, parts, monkeypatch):
+    """Seen to fail when a part's sum is not rescaled, masked logits count, the last lanes of a row
+    count twice, the window is one longer, or the mean is a sum.
+    """
+    if parts == "some":
+        monkeypatch.setattr(decode_cpu, "_LONGEST", 33)
+        monkeypatch.setattr(decode_cpu, "_SHORTEST", 33)
+    shape, options = DECODE[case]
+    arguments, there = kernel_cases.decode(0, *shape, onto="statistics" in options)
+    # Values of slots that hold nothing are multiplied by 0, here as in the definition.
+    arguments = (*arguments[:4], jnp.nan_to_num(arguments[4]), *arguments[5:])
+    decode_cpu.check(*arguments, **options)
+    check_step(arguments, there, jax.jit(decode_cpu.run, static_argnames=options)(*arguments, **options), options)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 13, 32])
+@pytest.mark.parametrize(("features", "outputs"), [(64, 96), (50, 37), (1, 1), (577, 5)])
+def test_native_products_are_the_plain_ones(rows, features, outputs):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(rows, features)), rng.normal(size=(outputs, features))
+    arguments = jnp.array(x, jnp.float32), jnp.array(weight, jnp.float32)
+    linear_cpu.check(*arguments)
+    got = linear_cpu.run(*arguments)
+    np.testing.assert_allclose(got, x @ weight.T, rtol=1e-5, atol=1e-5)
+    # A row does not depend on those beside it.
+    np.testing.assert_array_equal(got[-1:], linear_cpu.run(arguments[0][-1:], arguments[1]))
+
+
+def test_native_products_are_differentiated_and_batched():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.array(rng.normal(size=s), jnp.float32) for s in ((3, 8), (5, 8)))
+
+    def loss(product, x, weight):
+        return jnp.sum(jnp.sin(product(x, weight)))
+
+    for product in (jax.grad, jax.jacfwd):
+        mine, plain = (
+            product(functools.partial(loss, f), (0, 1))(x, weight)
+            for f in (linear_cpu.run, linear.plain)
+        )
+        jax.tree.map(close, mine, plain)
+    several = jnp.stack([x, 2 * x])
+    close(jax.vmap(linear_cpu.run, (0, None))(several, weight), several @ weight.T)
+
+
+@pytest.mark.parametrize("slots", [1, 8, 77])
+def test_the_native_victim_is_the_plain_one(slots):
+    """Few different priorities, so that there are many ties."""
+    rng = np.random.default_rng(slots)
+    shape = (5, 3, slots)
+    positions = jnp.array(np.where(rng.random(shape) < 0.02, -1, rng.integers(0, 99, shape)), jnp.int32)
+    priority = jnp.array(rng.integers(0, 4, shape), jnp.float32)
+    first = jnp.array(rng.integers(0, max(1, slots // 2), shape[:2]), jnp.int32)
+    last = first + jnp.array(rng.integers(0, slots + 3, shape[:2]), jnp.int32)
+    for arguments in (
+        (positions, priority, first, last),
+        (positions.clip(0), priority, first, last),
+        (positions.at[0].set(-1), priority, first, last),
+    ):
+        victim_cpu.check(*arguments)
+        np.testing.assert_array_equal(*(f(*arguments)[0] for f in (victim_cpu.run, victim.plain)))
+    with pytest.raises(NotImplementedError, match="1 rows of slots for 3 KV heads"):
+        victim_cpu.check(positions[:, :1], priority[:, :1], first, last)
+
+
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    """As in a new process of someone who never used jaxkv."""
+    monkeypatch.setenv("JAXKV_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_load", native._load.__wrapped__)
+    return tmp_path
+
+
+def test_without_a_compiler_the_plain_version_runs(no_library, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native, "_COMPILERS", ("no-such-compiler",))
+    x, weight = jnp.ones((2, 3)), jnp.ones((4, 3))
+    assert linear(x, weight)[0, 0] == 3
+    choice = kernels()["linear"]["cpu"]
+    assert choice.name == "plain"
+    assert choice.refused["native"] == (
+        "native kernels cannot be had: there is no C++ compiler: install one of no-such-compiler, "
+        "or name it in CXX"
+    )
+    with use_kernels("native"), pytest.raises(ValueError, match="linear cannot run as 'native'.*CXX"):
+        linear(x, weight)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(NotImplementedError, match="cannot be had: false failed"):
+        native.check()
+
+
+def test_the_library_is_built_once_and_anew_where_it_is_damaged(no_library):
+    library = native._built()
+    made = library.stat().st_mtime_ns
+    assert native._built() == library
+    assert library.stat().st_mtime_ns == made
+    library.write_bytes(b"not a library")
+    assert native._opened().jaxkv_linear
 
 
 SHARED = {
@@ -267,8 +379,8 @@ def test_a_model_writes_the_same_with_kernels_as_without(shallow, story):
 
 def test_the_report_says_what_ran(small):
     out = jaxkv.generate(small, [1, 2, 3, 4], policy="h2o", budget=3, max_new_tokens=3)
-    used = {name: out.report.kernels[name] for name in ("decode", "gather", "prompt")}
-    assert used == {"decode": "plain", "gather": "plain", "prompt": "plain"}
+    used = {name: out.report.kernels[name] for name in ("decode", "gather", "linear", "prompt")}
+    assert used == {"decode": "native", "gather": "plain", "linear": "native", "prompt": "plain"}
 
 
 def arguments_of(dtype, dim=64, slots=256):
@@ -296,8 +408,9 @@ def test_what_is_asked_for_and_cannot_be_is_an_error():
         decode(*too_many)
     with use_kernels("mosaic"), pytest.raises(ValueError, match="only ColumnSums"):
         decode(*arguments_of(jnp.float32), statistics=(ColumnMaxima(),))
-    with use_kernels("triton"), pytest.raises(ValueError, match="gather cannot run as 'triton'"):
+    with use_kernels("triton"):
         gather(*arguments_of(jnp.float32)[3:5], jnp.zeros((1, 1, 128), jnp.int32))
+    assert kernels()["gather"]["any"].name == "plain", "there is none by Triton"
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -319,7 +432,7 @@ def test_the_rows_that_count_are_at_least_one():
 
 
 def test_names_of_kernels_are_checked():
-    with pytest.raises(ValueError, match="auto, plain, mosaic, triton, got 'cudnn'"):
+    with pytest.raises(ValueError, match="auto, plain, mosaic, triton, native, got 'cudnn'"):
         use_kernels("cudnn").__enter__()
     with pytest.raises(ValueError, match="interpret=True is for kernels 'mosaic'"):
         use_kernels("plain", interpret=True).__enter__()

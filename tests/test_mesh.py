@@ -26,6 +26,7 @@ def test_eight_devices_keep_and_write_what_one_does():
     wrong = [case for case in cases if not (case["tokens"] and case["kept"])]
     assert not wrong
     assert {case["policy"] for case in cases} == {n for n in registered() if not get(n).simulates}
+    assert cases[-1]["decode"] == "native"
     # Every device has its half of the heads.
     assert weight["parts"] == [[weight["whole"][0] // 2, weight["whole"][1]]]
 

@@ -16,9 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import Config
-
-#: Up to this many rows the weight is the left operand.
-_FEW_ROWS = 32
+from jaxkv.pallas_kernels.linear import linear
 
 _normal = jax.nn.initializers.normal(0.02)
 
@@ -50,13 +48,9 @@ class Linear(nnx.Module):
 
 
 def matmul(x: Float[Array, "*rows in"], weight: Float[Array, "out in"]) -> Array:
-    """`x @ weight.T`, with the weight on the left when rows are few."""
+    """`x @ weight.T`."""
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] <= _FEW_ROWS:
-        y = lax.dot_general(weight, rows, (((1,), (1,)), ((), ()))).T
-    else:
-        y = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())))
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    return linear(rows, weight).reshape(*x.shape[:-1], weight.shape[0])
 
 
 class Embedding(nnx.Module):

@@ -132,5 +132,5 @@ decode = Operation(
         (),
     ),
     out_axes=(("batch", "heads", None), *((*_HEADS, None, None),) * 2, (*_HEADS, None)),
-    overrides={"mosaic": "decode_tpu", "triton": "decode_gpu"},
+    overrides={"mosaic": "decode_tpu", "triton": "decode_gpu", "native": "decode_cpu"},
 )

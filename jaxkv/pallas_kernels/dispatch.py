@@ -23,9 +23,9 @@ from jax import lax
 
 from jaxkv.sharding import by_device
 
-#: The platform that an override is for, as `jax.lax.platform_dependent` calls it, and the extra
-#: that installs what it needs.
-PLATFORMS = {"mosaic": ("tpu", "tpu"), "triton": ("cuda", "cuda")}
+#: The platform that an override is for, as `jax.lax.platform_dependent` calls it; the extra that
+#: installs what it needs has the same name.
+PLATFORMS = {"mosaic": "tpu", "triton": "cuda", "native": "cpu"}
 #: Platforms as devices name them.
 _LOWERING = {"gpu": "cuda"}
 
@@ -88,27 +88,21 @@ class Operation:
         """
         forced = _forced.value
         if _is_forced():
-            run, refusal = self._override(forced.name, arrays, options)
-            if run is None:
-                raise ValueError(
-                    f"{self.name} cannot run as {forced.name!r}, which was asked for: {refusal}"
-                )
-            self._note("any", Choice(forced.name, {}))
-            return self._by_device(run, arrays, {**options, "interpret": forced.interpret})
+            run, choice = self._forced_choice(forced.name, arrays, options)
+            self._note("any", choice)
+            if forced.interpret and run is not self.plain:
+                options = {**options, "interpret": True}
+            return self._by_device(run, arrays, options)
         branches = {}
         for platform in _platforms():
             run, choice = self._choose(platform, arrays, options)
             self._note(platform, choice)
             branches[platform] = run
-        default = branches.pop("cpu", None)
-        if not branches:
-            return self.plain(*arrays, **options)
-        if default is None and len(branches) == 1:
+        if len(branches) == 1:
             (run,) = branches.values()
             return self._by_device(run, arrays, options)
         return lax.platform_dependent(
             *arrays,
-            default=lambda *arrays: self.plain(*arrays, **options),
             **{
                 _LOWERING.get(platform, platform): lambda *arrays, run=run: self._by_device(
                     run, arrays, options
@@ -124,13 +118,23 @@ class Operation:
             return function(*arrays)
         return by_device(function, arrays, self.axes[: len(arrays)], self.out_axes)
 
+    def _forced_choice(
+        self, name: str, arrays: Any, options: Any
+    ) -> tuple[Callable[..., Any], Choice]:
+        if name not in self.overrides:
+            return self.plain, Choice("plain", {name: f"there is none for {self.name}"})
+        run, refusal = self._override(name, arrays, options)
+        if run is None:
+            raise ValueError(f"{self.name} cannot run as {name!r}, which was asked for: {refusal}")
+        return run, Choice(name, {})
+
     def _choose(
         self, platform: str, arrays: Any, options: Any
     ) -> tuple[Callable[..., Any], Choice]:
         refused: dict[str, str] = {}
         if _forced.value.name == "auto":
             for name in self.overrides:
-                if PLATFORMS[name][0] != _LOWERING.get(platform, platform):
+                if PLATFORMS[name] != _LOWERING.get(platform, platform):
                     continue
                 run, refusal = self._override(name, arrays, options)
                 if run is not None:
@@ -148,13 +152,10 @@ class Operation:
         self, name: str, arrays: Any, options: Any
     ) -> tuple[Callable[..., Any] | None, str]:
         """An override that serves the arguments, or None and the reason."""
-        if name not in self.overrides:
-            return None, f"there is none for {self.name}"
         try:
             module = importlib.import_module(f"jaxkv.pallas_kernels.{self.overrides[name]}")
         except ImportError as error:
-            extra = PLATFORMS[name][1]
-            return None, f"{error}; it comes with `pip install 'jaxkv[{extra}]'`"
+            return None, f"{error}; it comes with `pip install 'jaxkv[{PLATFORMS[name]}]'`"
         try:
             module.check(*arrays, **options)
         except NotImplementedError as refusal:
@@ -179,8 +180,9 @@ def use_kernels(name: str = "auto", *, interpret: bool = False) -> Iterator[None
     """Within this context, operations run as told.
 
     Args:
-      name: "auto" (the best that serves), "plain" (as XLA compiles it), "mosaic" (TPU) or
-        "triton" (GPU).
+      name: "auto" (the best that serves), "plain" (as XLA compiles it), "mosaic" (TPU),
+        "triton" (GPU) or "native" (CPU). Operations without an implementation of that name run
+        as "plain".
       interpret: a "mosaic" kernel is run by Pallas' interpreter, on any platform: slow, and exact.
 
     Raises:

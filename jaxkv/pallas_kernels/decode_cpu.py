@@ -1,0 +1,99 @@
+"""A decode step on CPU: keys and values pass by once, by all cores.
+
+Slots of a KV head are cut into parts (split-K, as in flash decoding), so that few heads keep many
+cores busy; the parts are put together at the end, when every slot's share of attention is known.
+"""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv.pallas_kernels import native
+from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
+from jaxkv.statistics import GROUPS, Statistic
+
+#: Slots of a part, at most and at least. Long rows are read faster.
+_LONGEST, _SHORTEST = 1024, 128
+#: Parts for each core, so that all end at about the same time.
+_PARTS_PER_CORE = 4
+
+
+def check(
+    queries: Array,
+    key: Array,
+    value: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    *rest: Any,
+    statistics: tuple[Statistic, ...] = (),
+    window: int | None = None,
+) -> None:
+    """Raises `NotImplementedError` for what `run` cannot serve."""
+    del rest, window
+    check_dtypes(queries=queries, key=key, value=value, keys=keys, values=values)
+    if keys.dtype != jnp.float32:
+        raise NotImplementedError(f"arrays must be float32, got {keys.dtype}")
+    statistic = column_sums(statistics)
+    if statistic is not None and statistic.power <= 0:
+        raise NotImplementedError(f"power must be positive, got {statistic.power}")
+    kv_heads, rows = positions.shape[1], keys.shape[1]
+    if rows != kv_heads:
+        raise NotImplementedError(f"each KV head must have its own slots, got {rows} rows of slots")
+    native.check()
+
+
+def run(
+    queries: Array,
+    key: Array,
+    value: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    free: Array,
+    position: Array,
+    onto: Array | None,
+    layer: Array,
+    *,
+    statistics: tuple[Statistic, ...] = (),
+    window: int | None = None,
+) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    """See `decode`. Keys and values are changed in place."""
+    del layer
+    batch, kv_heads, slots, dim = keys.shape
+    heads = queries.shape[1]
+    statistic = column_sums(statistics)
+    part = _part(batch * kv_heads, slots)
+
+    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    out, keys, values, received, *_ = native.call(
+        "jaxkv_decode",
+        (
+            floats(*queries.shape),
+            floats(*keys.shape),
+            floats(*values.shape),
+            floats(0) if statistic is None else floats(batch, kv_heads, slots),
+            floats(batch, heads, slots),
+            floats(batch, heads, -(-slots // part), 2 + dim),
+        ),
+        *(queries, key, value, keys, values, positions, free, position),
+        jnp.zeros(0, jnp.float32) if onto is None or statistic is None else onto,
+        input_output_aliases={3: 1, 4: 2},
+        part=np.int64(part),
+        window=np.int64(window or 0),
+        reduction=np.int64(0 if statistic is None else GROUPS.index(statistic.group)),
+        power=np.float32(1.0 if statistic is None else statistic.power),
+    )
+    return out, keys, values, () if statistic is None else (received,)
+
+
+def _part(rows: int, slots: int) -> int:
+    """Slots of a part."""
+    wanted = -(-_PARTS_PER_CORE * (os.cpu_count() or 1) // rows)
+    return min(max(-(-slots // wanted), _SHORTEST), _LONGEST)
