@@ -14,7 +14,7 @@ from jax import Array
 
 from jaxkv.pallas_kernels import native
 from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
-from jaxkv.statistics import GROUPS, Statistic
+from jaxkv.statistics import Statistic
 
 #: Slots of a part, at most and at least. Long rows are read faster.
 _LONGEST, _SHORTEST = 1024, 128
@@ -38,9 +38,7 @@ def check(
     check_dtypes(queries=queries, key=key, value=value, keys=keys, values=values)
     if keys.dtype != jnp.float32:
         raise NotImplementedError(f"arrays must be float32, got {keys.dtype}")
-    statistic = column_sums(statistics)
-    if statistic is not None and statistic.power <= 0:
-        raise NotImplementedError(f"power must be positive, got {statistic.power}")
+    native.check_sums(column_sums(statistics))
     kv_heads, rows = positions.shape[1], keys.shape[1]
     if rows != kv_heads:
         raise NotImplementedError(f"each KV head must have its own slots, got {rows} rows of slots")
@@ -87,8 +85,7 @@ def run(
         input_output_aliases={3: 1, 4: 2},
         part=np.int64(part),
         window=np.int64(window or 0),
-        reduction=np.int64(0 if statistic is None else GROUPS.index(statistic.group)),
-        power=np.float32(1.0 if statistic is None else statistic.power),
+        **native.sums(statistic),
     )
     return out, keys, values, () if statistic is None else (received,)
 

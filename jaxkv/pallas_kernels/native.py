@@ -1,4 +1,4 @@
-"""Kernels for CPU in C++ (`native.cc`): compiled by the machine's own compiler when they are first
+"""Kernels for CPU in C++ (`native_src`): compiled by the machine's own compiler when they are first
 wanted, kept in jaxkv's cache folder, and called by XLA as foreign functions.
 
 XLA reads a large matrix that meets few vectors, which is what a decode step does, at a fraction of
@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from jaxkv.errors import first_line
 from jaxkv.hub import cache_folder
+from jaxkv.statistics import GROUPS, ColumnSums
 
-_SOURCE = Path(__file__).with_name("native.cc")
+_FOLDER = Path(__file__).with_name("native_src")
 #: Symbols of the library; targets of foreign calls have the same names.
-_FUNCTIONS = ("jaxkv_linear", "jaxkv_decode", "jaxkv_victim")
+_FUNCTIONS = ("jaxkv_linear", "jaxkv_decode", "jaxkv_prompt", "jaxkv_victim")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
 
@@ -45,6 +48,18 @@ def call(function: str, out: Any, *arrays: Array, **options: Any) -> Any:
         function, out, input_output_aliases=aliases, vmap_method="sequential"
     )
     return made(*arrays, **options)
+
+
+def check_sums(statistic: ColumnSums | None) -> None:
+    """Raises `NotImplementedError` for sums of attention that no kernel here collects."""
+    if statistic is not None and statistic.power <= 0:
+        raise NotImplementedError(f"power must be positive, got {statistic.power}")
+
+
+def sums(statistic: ColumnSums | None) -> dict[str, Any]:
+    """How to collect, as attributes of a call."""
+    wanted = statistic or ColumnSums()
+    return {"reduction": np.int64(GROUPS.index(wanted.group)), "power": np.float32(wanted.power)}
 
 
 @functools.cache
@@ -76,25 +91,26 @@ def _built() -> Path:
       RuntimeError: it cannot be compiled.
 
     """
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), ""))
+    if not compiler:
         raise RuntimeError(
             f"there is no C++ compiler: install one of {', '.join(_COMPILERS)}, or name it in CXX"
         )
     arm = platform.machine().lower() in ("arm64", "aarch64")
     flags = ["-O3", "-mcpu=native" if arm else "-march=native", "-std=c++17"]
     # What the compiler defines tells its version, and what the processor can do.
-    about = _output([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
-    source = _SOURCE.read_bytes()
-    parts = (source, " ".join(flags).encode(), about, jax.__version__.encode())
+    about = _output([*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
+    sources = sorted(_FOLDER.glob("*.cc"))
+    texts = [file.read_bytes() for file in (*sources, *_FOLDER.glob("*.h"))]
+    parts = (*texts, " ".join(flags).encode(), about, jax.__version__.encode())
     name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     library = cache_folder() / "native" / f"{name}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            link = ["-shared", "-fPIC", "-I", jax.ffi.include_dir(), os.fspath(_SOURCE)]
-            _output([compiler, *flags, *link, "-o", os.fspath(made)])
+            link = ["-shared", "-fPIC", "-I", jax.ffi.include_dir(), "-o", os.fspath(made)]
+            _output([*compiler, *flags, *link, *map(os.fspath, sources)])
             # Whole or not there, whoever else builds it now.
             os.replace(made, library)
     return library

@@ -33,5 +33,5 @@ prompt = Operation(
         (*_HEADS, None),
     ),
     out_axes=((*_HEADS, None, None, None), (*_HEADS, None)),
-    overrides={"mosaic": "prompt_tpu", "triton": "prompt_gpu"},
+    overrides={"mosaic": "prompt_tpu", "triton": "prompt_gpu", "native": "prompt_cpu"},
 )

@@ -1,0 +1,149 @@
+// A decode step: keys and values pass by once, cut into parts for all cores.
+
+#include <cmath>
+
+#include "common.h"
+
+namespace jaxkv {
+namespace {
+
+struct Shape {
+  int64_t batch, heads, kv_heads, group, slots, dim;
+};
+
+// See `decode` in decode.py. `weights` and `parts` are scratch: raw exponentials [batch, heads,
+// slots], and per part of the slots a maximum, a sum and an output [.., parts, 2 + dim].
+ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value, Floats keys_in,
+                  Floats values_in, Int32s positions, Int32s free, Int32s position, Floats onto,
+                  ffi::Result<Floats> out, ffi::Result<Floats> keys, ffi::Result<Floats> values,
+                  ffi::Result<Floats> received, ffi::Result<Floats> weights,
+                  ffi::Result<Floats> parts, int64_t part, int64_t window, int64_t reduction,
+                  float power) {
+  if (keys_in.typed_data() != keys->typed_data() || values_in.typed_data() != values->typed_data())
+    return ffi::Error::Internal("keys and values must be changed in place");
+  const auto q = queries.dimensions(), k = keys->dimensions();
+  const Shape n{q[0], q[1], k[1], q[1] / k[1], k[2], k[3]};
+  const int64_t count = ceil_div(n.slots, part), record = 2 + n.dim;
+  const bool collects = received->element_count() > 0, adds = onto.element_count() > 0;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(n.dim));
+
+  parallel(pool, n.batch * n.kv_heads * count, [&](int64_t unit) {
+    const int64_t row = unit / count, b = row / n.kv_heads, first = (unit % count) * part;
+    const int64_t length = std::min(part, n.slots - first);
+    float* K = keys->typed_data() + (row * n.slots + first) * n.dim;
+    float* V = values->typed_data() + row * n.dim * n.slots + first;
+    const int64_t slot = free.typed_data()[row] - first;
+    if (slot >= 0 && slot < length) {
+      std::memcpy(K + slot * n.dim, key.typed_data() + row * n.dim, n.dim * sizeof(float));
+      for (int64_t d = 0; d < n.dim; ++d)
+        V[d * n.slots + slot] = value.typed_data()[row * n.dim + d];
+    }
+    const int32_t now = position.typed_data()[b];
+    const int32_t* at = positions.typed_data() + row * n.slots + first;
+    float* W = weights->typed_data() + row * n.group * n.slots + first;
+    float* P = parts->typed_data() + (row * n.group * count + unit % count) * record;
+    products(K, n.dim, length, queries.typed_data() + row * n.group * n.dim, n.dim, n.group, n.dim,
+             W, n.slots);
+    const int32_t oldest = window > 0 ? now - static_cast<int32_t>(window) : -1;
+    for (int64_t g = 0; g < n.group; ++g) {
+      float* w = W + g * n.slots;
+      float* p = P + g * count * record;
+      Vec top = all(kMasked);
+      for_vectors(length, [&](int64_t s, auto lanes) {
+        // Values come next.
+        if (g == 0)
+          for (int d = 0; d < kRows; ++d) __builtin_prefetch(V + d * n.slots + s);
+        Ints where = lanes.template load<Ints>(at + s);
+        Ints seen = (where >= 0) & (where <= now) & (where > oldest);
+        Vec logits = seen ? lanes.load(w + s) * scale : all(kMasked);
+        if constexpr (std::is_same_v<decltype(lanes), Some>)
+          for (int64_t i = lanes.count; i < kLanes; ++i) logits[i] = kMasked;
+        top = top > logits ? top : logits;
+        lanes.store(w + s, logits);
+      });
+      float highest = kMasked;
+      for (int i = 0; i < kLanes; ++i) highest = std::max(highest, top[i]);
+      Vec total = {};
+      for_vectors(length, [&](int64_t s, auto lanes) {
+        Vec logits = lanes.load(w + s);
+        Vec raised = logits > all(kMasked) ? exp_negative(logits - highest) : Vec{};
+        if constexpr (std::is_same_v<decltype(lanes), Some>)
+          for (int64_t i = lanes.count; i < kLanes; ++i) raised[i] = 0;
+        total += raised;
+        lanes.store(w + s, raised);
+      });
+      p[0] = highest;
+      p[1] = sum(total);
+    }
+    products(V, n.slots, n.dim, W, n.slots, n.group, length, P + 2, count * record);
+  });
+
+  parallel(pool, n.batch * n.kv_heads, [&](int64_t row) {
+    float* P = parts->typed_data() + row * n.group * count * record;
+    float* o = out->typed_data() + row * n.group * n.dim;
+    for (int64_t g = 0; g < n.group; ++g, P += count * record, o += n.dim) {
+      float highest = kMasked, total = 0;
+      for (int64_t c = 0; c < count; ++c) highest = std::max(highest, P[c * record]);
+      for (int64_t c = 0; c < count; ++c) {
+        P[c * record] = std::exp(P[c * record] - highest);
+        total += P[c * record] * P[c * record + 1];
+      }
+      std::fill(o, o + n.dim, 0.0f);
+      for (int64_t c = 0; c < count; ++c) {
+        // From here on the first number of a part is what its exponentials are multiplied by.
+        float& factor = P[c * record];
+        factor = highest > kMasked ? factor / total : 0.0f;
+        for (int64_t d = 0; d < n.dim; ++d) o[d] += factor * P[c * record + 2 + d];
+      }
+    }
+    if (!collects) return;
+    P = parts->typed_data() + row * n.group * count * record;
+    const float* W = weights->typed_data() + row * n.group * n.slots;
+    float* to = received->typed_data() + row * n.slots;
+    const float* from = adds ? onto.typed_data() + row * n.slots : nullptr;
+    const float mean = reduction == 1 ? 1.0f / n.group : 1.0f;
+    for (int64_t c = 0; c < count; ++c) {
+      const int64_t first = c * part;
+      for_vectors(std::min(part, n.slots - first), [&](int64_t i, auto lanes) {
+        Vec got = {};
+        for (int64_t g = 0; g < n.group; ++g) {
+          Vec share = lanes.load(W + g * n.slots + first + i) * P[(g * count + c) * record];
+          if (power != 1.0f)
+            for (int lane = 0; lane < kLanes; ++lane) share[lane] = std::pow(share[lane], power);
+          got = reduction == 2 ? (got > share ? got : share) : got + share;
+        }
+        got *= mean;
+        if (adds) got += lanes.load(from + first + i);
+        lanes.store(to + first + i, got);
+      });
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_decode, Decode,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()  // queries
+                                  .Arg<Floats>()  // key
+                                  .Arg<Floats>()  // value
+                                  .Arg<Floats>()  // keys
+                                  .Arg<Floats>()  // values
+                                  .Arg<Int32s>()  // positions
+                                  .Arg<Int32s>()  // free
+                                  .Arg<Int32s>()  // position
+                                  .Arg<Floats>()  // onto
+                                  .Ret<Floats>()  // out
+                                  .Ret<Floats>()  // keys
+                                  .Ret<Floats>()  // values
+                                  .Ret<Floats>()  // received
+                                  .Ret<Floats>()  // weights
+                                  .Ret<Floats>()  // parts
+                                  .Attr<int64_t>("part")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("reduction")
+                                  .Attr<float>("power"));
+
+}  // namespace jaxkv
