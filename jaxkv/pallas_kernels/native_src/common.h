@@ -39,6 +39,7 @@ constexpr float kMasked = -1e30f;
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
 
 // Reads and writes all lanes of a vector, or the first few: the others are zeros.
 struct All {
@@ -100,7 +101,7 @@ inline Vec exp_negative(Vec x) {
   x = x < least ? least : x;
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer.
   Vec shifted = x * 1.44269504f + magic;
-  Ints exponent;
+  Bits exponent;
   std::memcpy(&exponent, &shifted, sizeof shifted);
   Vec n = shifted - magic;
   Vec r = x - n * 0.693359375f;
@@ -112,7 +113,7 @@ inline Vec exp_negative(Vec x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  Ints bits;
+  Bits bits;
   std::memcpy(&bits, &y, sizeof y);
   bits += exponent << 23;
   std::memcpy(&y, &bits, sizeof y);
