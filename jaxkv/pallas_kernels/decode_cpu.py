@@ -65,7 +65,7 @@ def run(
     batch, kv_heads, slots, dim = keys.shape
     heads = queries.shape[1]
     statistic = column_sums(statistics)
-    part = _part(batch * kv_heads, slots)
+    part = parts_of(batch * kv_heads, slots)
 
     def floats(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -90,7 +90,7 @@ def run(
     return out, keys, values, () if statistic is None else (received,)
 
 
-def _part(rows: int, slots: int) -> int:
+def parts_of(rows: int, slots: int) -> int:
     """Slots of a part."""
     wanted = -(-_PARTS_PER_CORE * (os.cpu_count() or 1) // rows)
     return min(max(-(-slots // wanted), _SHORTEST), _LONGEST)

@@ -207,5 +207,5 @@ decode_shared = Operation(
         (*_HEADS, None),
     ),
     out_axes=(("batch", "heads", None), *((*_HEADS, None, None),) * 2, (*_HEADS, None)),
-    overrides={"mosaic": "decode_shared_tpu"},
+    overrides={"mosaic": "decode_shared_tpu", "native": "decode_shared_cpu"},
 )

@@ -50,6 +50,7 @@ struct All {
     return v;
   }
   void store(void* to, Vec v) const { std::memcpy(to, &v, sizeof v); }
+  Vec others(Vec v, float) const { return v; }
 };
 
 struct Some {
@@ -61,6 +62,11 @@ struct Some {
     return v;
   }
   void store(void* to, Vec v) const { std::memcpy(to, &v, count * 4); }
+  // The vector with `x` in the other lanes.
+  Vec others(Vec v, float x) const {
+    for (int64_t i = count; i < kLanes; ++i) v[i] = x;
+    return v;
+  }
 };
 
 // Calls f(i, lanes) for every vector of a row.

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "common.h"
+#include "softmax.h"
 
 namespace jaxkv {
 namespace {
@@ -23,7 +24,8 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
     return ffi::Error::Internal("keys and values must be changed in place");
   const auto q = queries.dimensions(), k = keys->dimensions();
   const Shape n{q[0], q[1], k[1], q[1] / k[1], k[2], k[3]};
-  const int64_t count = ceil_div(n.slots, part), record = 2 + n.dim;
+  const int64_t count = ceil_div(n.slots, part);
+  const Parts sums(parts->typed_data(), n.group, count, n.dim);
   const bool collects = received->element_count() > 0, adds = onto.element_count() > 0;
   const float scale = 1.0f / std::sqrt(static_cast<float>(n.dim));
 
@@ -41,13 +43,11 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
     const int32_t now = position.typed_data()[b];
     const int32_t* at = positions.typed_data() + row * n.slots + first;
     float* W = weights->typed_data() + row * n.group * n.slots + first;
-    float* P = parts->typed_data() + (row * n.group * count + unit % count) * record;
     products(K, n.dim, length, queries.typed_data() + row * n.group * n.dim, n.dim, n.group, n.dim,
              W, n.slots);
     const int32_t oldest = window > 0 ? now - static_cast<int32_t>(window) : -1;
     for (int64_t g = 0; g < n.group; ++g) {
       float* w = W + g * n.slots;
-      float* p = P + g * count * record;
       Vec top = all(kMasked);
       for_vectors(length, [&](int64_t s, auto lanes) {
         // Values come next.
@@ -55,49 +55,21 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
           for (int d = 0; d < kRows; ++d) __builtin_prefetch(V + d * n.slots + s);
         Ints where = lanes.template load<Ints>(at + s);
         Ints seen = (where >= 0) & (where <= now) & (where > oldest);
-        Vec logits = seen ? lanes.load(w + s) * scale : all(kMasked);
-        if constexpr (std::is_same_v<decltype(lanes), Some>)
-          for (int64_t i = lanes.count; i < kLanes; ++i) logits[i] = kMasked;
+        Vec logits = lanes.others(seen ? lanes.load(w + s) * scale : all(kMasked), kMasked);
         top = top > logits ? top : logits;
         lanes.store(w + s, logits);
       });
-      float highest = kMasked;
-      for (int i = 0; i < kLanes; ++i) highest = std::max(highest, top[i]);
-      Vec total = {};
-      for_vectors(length, [&](int64_t s, auto lanes) {
-        Vec logits = lanes.load(w + s);
-        Vec raised = logits > all(kMasked) ? exp_negative(logits - highest) : Vec{};
-        if constexpr (std::is_same_v<decltype(lanes), Some>)
-          for (int64_t i = lanes.count; i < kLanes; ++i) raised[i] = 0;
-        total += raised;
-        lanes.store(w + s, raised);
-      });
-      p[0] = highest;
-      p[1] = sum(total);
+      float* p = sums.at(row, g, unit % count);
+      p[0] = highest(top);
+      p[1] = soften(w, length, p[0]);
     }
-    products(V, n.slots, n.dim, W, n.slots, n.group, length, P + 2, count * record);
+    products(V, n.slots, n.dim, W, n.slots, n.group, length, sums.at(row, 0, unit % count) + 2,
+             sums.stride());
   });
 
   parallel(pool, n.batch * n.kv_heads, [&](int64_t row) {
-    float* P = parts->typed_data() + row * n.group * count * record;
-    float* o = out->typed_data() + row * n.group * n.dim;
-    for (int64_t g = 0; g < n.group; ++g, P += count * record, o += n.dim) {
-      float highest = kMasked, total = 0;
-      for (int64_t c = 0; c < count; ++c) highest = std::max(highest, P[c * record]);
-      for (int64_t c = 0; c < count; ++c) {
-        P[c * record] = std::exp(P[c * record] - highest);
-        total += P[c * record] * P[c * record + 1];
-      }
-      std::fill(o, o + n.dim, 0.0f);
-      for (int64_t c = 0; c < count; ++c) {
-        // From here on the first number of a part is what its exponentials are multiplied by.
-        float& factor = P[c * record];
-        factor = highest > kMasked ? factor / total : 0.0f;
-        for (int64_t d = 0; d < n.dim; ++d) o[d] += factor * P[c * record + 2 + d];
-      }
-    }
+    sums.join(row, out->typed_data() + row * n.group * n.dim);
     if (!collects) return;
-    P = parts->typed_data() + row * n.group * count * record;
     const float* W = weights->typed_data() + row * n.group * n.slots;
     float* to = received->typed_data() + row * n.slots;
     const float* from = adds ? onto.typed_data() + row * n.slots : nullptr;
@@ -107,7 +79,7 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
       for_vectors(std::min(part, n.slots - first), [&](int64_t i, auto lanes) {
         Vec got = {};
         for (int64_t g = 0; g < n.group; ++g) {
-          Vec share = lanes.load(W + g * n.slots + first + i) * P[(g * count + c) * record];
+          Vec share = lanes.load(W + g * n.slots + first + i) * *sums.at(row, g, c);
           if (power != 1.0f)
             for (int lane = 0; lane < kLanes; ++lane) share[lane] = std::pow(share[lane], power);
           got = reduction == 2 ? (got > share ? got : share) : got + share;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common.h"
+#include "softmax.h"
 
 namespace jaxkv {
 namespace {
@@ -142,7 +143,12 @@ class Block {
                                logits + r * stride_, stride_);
       if (!sees_all(ranges[p])) mask(head, p, positions + first, logits);
     }
-    for (int64_t r = 0; r < used_; ++r) soften(r, length);
+    for (int64_t r = 0; r < used_; ++r) {
+      float* row = logits_.data() + r * stride_;
+      const float top = highest(row, length);
+      const float total = soften(row, length, top);
+      share_[r] = top > kMasked ? 1.0f / total : 0.0f;
+    }
     weigh(head, length);
     for (int64_t g = 0; g < n_.group; ++g)
       for (int64_t i = 0; i < count_; ++i)
@@ -197,26 +203,6 @@ class Block {
       for (int64_t j = 0; j < kPanel; ++j)
         row[j] = at[j] >= 0 && at[j] <= now && at[j] > oldest ? row[j] : kMasked;
     }
-  }
-
-  // Logits become exponentials, and the row's share one over their sum.
-  void soften(int64_t r, int64_t length) {
-    float* row = logits_.data() + r * stride_;
-    Vec top = all(kMasked);
-    for_vectors(length, [&](int64_t s, auto lanes) {
-      Vec x = lanes.load(row + s);
-      top = top > x ? top : x;
-    });
-    float highest = kMasked;
-    for (int i = 0; i < kLanes; ++i) highest = std::max(highest, top[i]);
-    Vec total = {};
-    for_vectors(length, [&](int64_t s, auto lanes) {
-      Vec x = lanes.load(row + s);
-      Vec raised = x > all(kMasked) ? exp_negative(x - highest) : Vec{};
-      total += raised;
-      lanes.store(row + s, raised);
-    });
-    share_[r] = highest > kMasked ? 1.0f / sum(total) : 0.0f;
   }
 
   void weigh(const Head& head, int64_t length) {
