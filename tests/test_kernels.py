@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jaxkv
 from jaxkv import ColumnMaxima, ColumnSums
-from jaxkv.attention import attend_block
+from jaxkv.attention import Far, attend_block
 from jaxkv.pallas_kernels import (
     decode_cpu,
     decode_shared_cpu,
@@ -132,7 +132,12 @@ def test_a_native_step_is_the_plain_step(case, parts, monkeypatch):
     # Values of slots that hold nothing are multiplied by 0, here as in the definition.
     arguments = (*arguments[:4], jnp.nan_to_num(arguments[4]), *arguments[5:])
     decode_cpu.check(*arguments, **options)
-    check_step(arguments, there, jax.jit(decode_cpu.run, static_argnames=options)(*arguments, **options), options)
+    check_step(
+        arguments,
+        there,
+        jax.jit(decode_cpu.run, static_argnames=options)(*arguments, **options),
+        options,
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 13, 32])
@@ -170,7 +175,9 @@ def test_the_native_victim_is_the_plain_one(slots):
     """Few different priorities, so that there are many ties."""
     rng = np.random.default_rng(slots)
     shape = (5, 3, slots)
-    positions = jnp.array(np.where(rng.random(shape) < 0.02, -1, rng.integers(0, 99, shape)), jnp.int32)
+    positions = jnp.array(
+        np.where(rng.random(shape) < 0.02, -1, rng.integers(0, 99, shape)), jnp.int32
+    )
     priority = jnp.array(rng.integers(0, 4, shape), jnp.float32)
     first = jnp.array(rng.integers(0, max(1, slots // 2), shape[:2]), jnp.int32)
     last = first + jnp.array(rng.integers(0, slots + 3, shape[:2]), jnp.int32)
@@ -204,7 +211,10 @@ def test_without_a_compiler_the_plain_version_runs(no_library, monkeypatch):
         "native kernels cannot be had: there is no C++ compiler: install one of no-such-compiler, "
         "or name it in CXX"
     )
-    with use_kernels("native"), pytest.raises(ValueError, match="linear cannot run as 'native'.*CXX"):
+    with (
+        use_kernels("native"),
+        pytest.raises(ValueError, match=r"linear cannot run as 'native'.*CXX"),
+    ):
         linear(x, weight)
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(NotImplementedError, match="cannot be had: false failed"):
@@ -358,6 +368,27 @@ def test_a_native_prompt_is_the_plain_prompt(case):
     # Values of slots that hold nothing are multiplied by 0, here as in the definition.
     arguments = (*arguments[:3], jnp.nan_to_num(arguments[3]), arguments[4])
     options = {"window": None, "layer": jnp.int32(0), **options}
+    prompt_cpu.check(*arguments, **options)
+    check_block(arguments, prompt_cpu.run(*arguments, **options), options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit", "sinks", "window"),
+    [
+        ((3, 2, 3, 64, 200, 0), 40, 3, None),
+        ((2, 1, 2, 64, 300, 0), 100, 0, None),
+        ((2, 2, 2, 80, 64, 150), 50, 4, 120),
+    ],
+)
+def test_a_native_prompt_meets_distant_keys_where_the_plain_one_does(shape, limit, sinks, window):
+    """Seen to fail when sinks are distant, the limit is one further, or panels of which only some
+    keys are distant are taken as a whole.
+    """
+    arguments = kernel_cases.without_nan(kernel_cases.prompt(0, *shape))
+    rng = np.random.default_rng(1)
+    queries, keys = (jnp.array(rng.normal(size=arguments[i].shape), jnp.float32) for i in (0, 2))
+    far = Far(queries, keys, jnp.full((*shape[:2], 1), limit, jnp.int32), sinks)
+    options = {"window": window, "layer": jnp.int32(0), "far": far}
     prompt_cpu.check(*arguments, **options)
     check_block(arguments, prompt_cpu.run(*arguments, **options), options)
 

@@ -46,9 +46,7 @@ def check() -> None:
 def call(function: str, out: Any, *arrays: Array, **options: Any) -> Any:
     """`jax.ffi.ffi_call` of a function of the library, which `check` has loaded."""
     aliases = options.pop("input_output_aliases", None)
-    made = jax.ffi.ffi_call(
-        function, out, input_output_aliases=aliases, vmap_method="sequential"
-    )
+    made = jax.ffi.ffi_call(function, out, input_output_aliases=aliases, vmap_method="sequential")
     return made(*arrays, **options)
 
 
@@ -111,16 +109,21 @@ def _built() -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            link = ["-shared", "-fPIC", "-I", jax.ffi.include_dir(), "-o", os.fspath(made)]
-            _output([*compiler, *flags, *link, *map(os.fspath, sources)])
+            link = ["-shared", "-fPIC", "-I", jax.ffi.include_dir(), "-I", os.fspath(_FOLDER)]
+            # As one piece: most of the time goes into JAX's headers.
+            whole = "".join(f'#include "{file.name}"\n' for file in sources)
+            command = [*compiler, *flags, *link, "-x", "c++", "-", "-o", os.fspath(made)]
+            _output(command, whole.encode())
             # Whole or not there, whoever else builds it now.
             os.replace(made, library)
     return library
 
 
-def _output(command: list[str]) -> bytes:
+def _output(command: list[str], given: bytes = b"") -> bytes:
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=True)
+        done = subprocess.run(
+            command, input=given, capture_output=True, timeout=_SECONDS, check=True
+        )
     except subprocess.CalledProcessError as error:
         told = error.stderr.decode(errors="replace").splitlines()
         worst = next((line for line in told if "error" in line), "".join(told[:1]))

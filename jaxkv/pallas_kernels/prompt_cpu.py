@@ -38,8 +38,8 @@ def check(
     check_dtypes(queries=queries, keys=keys, values=values)
     if keys.dtype != jnp.float32:
         raise NotImplementedError(f"arrays must be float32, got {keys.dtype}")
-    if far is not None:
-        raise NotImplementedError("distant keys are met by XLA")
+    if far is not None and not jax.sharding.get_abstract_mesh().empty:
+        raise NotImplementedError("distant keys on a mesh are met by XLA")
     native.check_sums(column_sums(statistics))
     native.check()
 
@@ -57,7 +57,7 @@ def run(
     far: Far | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """See `jaxkv.attention.attend_block`."""
-    del layer, far
+    del layer
     batch, kv_heads, _, t, dim = queries.shape
     count = keys.shape[2]
     statistic = column_sums(statistics)
@@ -66,7 +66,7 @@ def run(
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     padded = math.ceil(count / _PANEL) * _PANEL
-    packed = padded * (dim + math.ceil(dim / _PANEL) * _PANEL)
+    packed = padded * ((1 if far is None else 2) * dim + math.ceil(dim / _PANEL) * _PANEL)
     parts = min(_PARTS, t)
     out, received, *_ = native.call(
         "jaxkv_prompt",
@@ -77,8 +77,17 @@ def run(
             floats(batch, kv_heads, parts, 0 if statistic is None else count),
         ),
         *(queries, query_positions, keys, values, key_positions),
+        *_far(far, batch, kv_heads),
         window=np.int64(window or 0),
         last=np.int64(0 if statistic is None else statistic.last or 0),
+        sinks=np.int64(0 if far is None else far.sinks),
         **native.sums(statistic),
     )
     return out, () if statistic is None else (received,)
+
+
+def _far(far: Far | None, batch: int, kv_heads: int) -> tuple[Array, Array, Array]:
+    if far is None:
+        return jnp.zeros(0), jnp.zeros(0), jnp.zeros(0, jnp.int32)
+    limit = jnp.broadcast_to(far.limit, (batch, kv_heads, 1)).astype(jnp.int32)
+    return far.queries, far.keys, limit

@@ -65,6 +65,10 @@ struct Head {
   const int32_t* positions;     // [keys]
   float* key_panels;            // [key_panels, dim, kPanel]
   float* value_panels;          // [dim_panels, keys in whole panels, kPanel]
+  // Of distant tokens; null where there are none apart.
+  const float* far_keys;        // [keys, dim]
+  float* far_panels;            // [key_panels, dim, kPanel]
+  int32_t limit, sinks;         // The distance they begin at, and how many first tokens never are.
 
   int64_t padded_keys() const { return n.key_panels() * kPanel; }
 
@@ -80,10 +84,8 @@ struct Head {
       range.lowest = std::min(range.lowest, position);
       range.highest = std::max(range.highest, position);
     }
-    float* to = key_panels + first * n.dim;
-    for (int64_t d = 0; d < n.dim; ++d)
-      for (int64_t j = 0; j < kPanel; ++j)
-        to[d * kPanel + j] = j < count ? keys[(first + j) * n.dim + d] : 0.0f;
+    pack_keys(keys, key_panels, first, count);
+    if (far_keys != nullptr) pack_keys(far_keys, far_panels, first, count);
     for (int64_t v = 0; v < n.dim_panels(); ++v)
       for (int64_t j = 0; j < kPanel; ++j) {
         float* row = value_panels + (v * padded_keys() + first + j) * kPanel;
@@ -93,6 +95,13 @@ struct Head {
         }
       }
     return range;
+  }
+
+  void pack_keys(const float* from, float* panels, int64_t first, int64_t count) const {
+    float* to = panels + first * n.dim;
+    for (int64_t d = 0; d < n.dim; ++d)
+      for (int64_t j = 0; j < kPanel; ++j)
+        to[d * kPanel + j] = j < count ? from[(first + j) * n.dim + d] : 0.0f;
   }
 };
 
@@ -106,6 +115,8 @@ class Block {
     stride_ = n.key_panels() * kPanel + kLanes;
     width_ = n.dim_panels() * kPanel;
     queries_.resize(rows_ * n.dim);
+    far_queries_.resize(rows_ * n.dim);
+    near_.resize(rows_ * kPanel);
     logits_.resize(rows_ * stride_);
     out_.resize(rows_ * width_);
     share_.resize(rows_);
@@ -114,21 +125,16 @@ class Block {
   static int64_t tokens(const Sizes& n) { return std::max<int64_t>(1, kBlockRows / n.group); }
 
   // Queries [group, tokens, dim] from `first` on, with their positions, against a head.
-  void attend(const Head& head, const Range* ranges, const float* queries, const int32_t* positions,
-              int64_t first, float* out) {
+  void attend(const Head& head, const Range* ranges, const float* queries, const float* far_queries,
+              const int32_t* positions, int64_t first, float* out) {
     count_ = std::min(tokens_, n_.tokens - first);
     lowest_ = INT32_MAX, highest_ = -1;
     for (int64_t i = 0; i < count_; ++i) {
       lowest_ = std::min(lowest_, positions[first + i]);
       highest_ = std::max(highest_, positions[first + i]);
     }
-    const float scale = 1.0f / std::sqrt(static_cast<float>(n_.dim));
-    std::fill(queries_.begin(), queries_.end(), 0.0f);
-    for (int64_t g = 0; g < n_.group; ++g)
-      for (int64_t i = 0; i < count_; ++i)
-        for (int64_t d = 0; d < n_.dim; ++d)
-          queries_[(g * count_ + i) * n_.dim + d] =
-              queries[(g * n_.tokens + first + i) * n_.dim + d] * scale;
+    take(queries, first, queries_);
+    if (head.far_keys != nullptr) take(far_queries, first, far_queries_);
     used_ = n_.group * count_;
     begin_ = 0, end_ = n_.key_panels();
     while (begin_ < end_ && !sees(ranges[begin_])) ++begin_;
@@ -137,10 +143,14 @@ class Block {
 
     for (int64_t p = begin_; p < end_; ++p) {
       float* logits = logits_.data() + (p - begin_) * kPanel;
-      for (int64_t r = 0; r < used_; r += kTile)
-        multiply<false>(queries_.data() + r * n_.dim, n_.dim,
-                               head.key_panels + p * kPanel * n_.dim, n_.dim,
-                               logits + r * stride_, stride_);
+      const bool some = head.far_keys != nullptr && any_distant(head, ranges[p]);
+      const bool all_of_them = some && all_distant(head, ranges[p]);
+      if (!all_of_them) meet(queries_, head.key_panels, p, logits, stride_);
+      if (some) {
+        if (!all_of_them) keep_near(logits);
+        meet(far_queries_, head.far_panels, p, logits, stride_);
+        if (!all_of_them) put_near(head, p, positions + first, logits);
+      }
       if (!sees_all(ranges[p])) mask(head, p, positions + first, logits);
     }
     for (int64_t r = 0; r < used_; ++r) {
@@ -192,6 +202,47 @@ class Block {
            (window_ <= 0 || keys.lowest > highest_ - window_);
   }
 
+  // Whether any key of a panel is distant to any query, and whether all are to all.
+  bool any_distant(const Head& head, const Range& keys) const {
+    return highest_ - keys.lowest >= head.limit && keys.highest >= head.sinks;
+  }
+  bool all_distant(const Head& head, const Range& keys) const {
+    return lowest_ - keys.highest >= head.limit && keys.lowest >= head.sinks;
+  }
+
+  // Scaled queries of the block, row by row.
+  void take(const float* queries, int64_t first, std::vector<float>& to) const {
+    const float scale = 1.0f / std::sqrt(static_cast<float>(n_.dim));
+    std::fill(to.begin(), to.end(), 0.0f);
+    for (int64_t g = 0; g < n_.group; ++g)
+      for (int64_t i = 0; i < count_; ++i)
+        for (int64_t d = 0; d < n_.dim; ++d)
+          to[(g * count_ + i) * n_.dim + d] =
+              queries[(g * n_.tokens + first + i) * n_.dim + d] * scale;
+  }
+
+  void meet(const std::vector<float>& queries, const float* panels, int64_t p, float* logits,
+            int64_t stride) const {
+    for (int64_t r = 0; r < used_; r += kTile)
+      multiply<false>(queries.data() + r * n_.dim, n_.dim, panels + p * kPanel * n_.dim, n_.dim,
+                      logits + r * stride, stride);
+  }
+
+  void keep_near(const float* logits) {
+    for (int64_t r = 0; r < used_; ++r)
+      std::memcpy(near_.data() + r * kPanel, logits + r * stride_, kPanel * sizeof(float));
+  }
+
+  void put_near(const Head& head, int64_t p, const int32_t* positions, float* logits) const {
+    const int64_t count = std::min<int64_t>(kPanel, n_.keys - p * kPanel);
+    for (int64_t r = 0; r < used_; ++r)
+      for (int64_t j = 0; j < count; ++j) {
+        const int32_t where = head.positions[p * kPanel + j];
+        if (positions[r % count_] - where < head.limit || where < head.sinks)
+          logits[r * stride_ + j] = near_[r * kPanel + j];
+      }
+  }
+
   void mask(const Head& head, int64_t p, const int32_t* positions, float* logits) {
     int32_t at[kPanel];
     for (int64_t j = 0; j < kPanel; ++j)
@@ -221,7 +272,7 @@ class Block {
   const Sizes& n_;
   const int64_t window_;
   int64_t tokens_, rows_, stride_, width_;
-  std::vector<float> queries_, logits_, out_, share_;
+  std::vector<float> queries_, far_queries_, near_, logits_, out_, share_;
   // Of the block at hand: tokens, rows, positions, and the panels of keys that it sees.
   int64_t count_ = 0, used_ = 0, begin_ = 0, end_ = 0;
   int32_t lowest_ = 0, highest_ = 0;
@@ -230,10 +281,11 @@ class Block {
 // See `attend_block` in attention.py. Scratch: `panels` for packed keys and values, and `partial`
 // [batch, kv_heads, parts, keys] for what the parts of the queries collect.
 ffi::Error Prompt(ffi::ThreadPool pool, Floats queries, Int32s query_positions, Floats keys,
-                  Floats values, Int32s key_positions, ffi::Result<Floats> out,
+                  Floats values, Int32s key_positions, Floats far_queries, Floats far_keys,
+                  Int32s limits, ffi::Result<Floats> out,
                   ffi::Result<Floats> received, ffi::Result<Floats> panels,
                   ffi::Result<Floats> partial, int64_t window, int64_t reduction, float power,
-                  int64_t last) {
+                  int64_t last, int64_t sinks) {
   const auto q = queries.dimensions();
   const Sizes n{q[0], q[1], q[2], q[3], q[4], keys.dimensions()[2]};
   const int64_t heads = n.batch * n.kv_heads, parts = partial->dimensions()[2];
@@ -242,14 +294,21 @@ ffi::Error Prompt(ffi::ThreadPool pool, Floats queries, Int32s query_positions, 
   const int64_t key_floats = n.key_panels() * kPanel * n.dim;
   const int64_t value_floats = n.dim_panels() * n.key_panels() * kPanel * kPanel;
 
+  const bool has_far = far_keys.element_count() > 0;
+
   auto head_of = [&](int64_t head) {
-    float* packed = panels->typed_data() + head * (key_floats + value_floats);
+    const int64_t floats = (has_far ? 2 : 1) * key_floats + value_floats;
+    float* packed = panels->typed_data() + head * floats;
     return Head{n,
                 keys.typed_data() + head * n.keys * n.dim,
                 values.typed_data() + head * n.keys * n.dim,
                 key_positions.typed_data() + head * n.keys,
                 packed,
-                packed + key_floats};
+                packed + key_floats,
+                has_far ? far_keys.typed_data() + head * n.keys * n.dim : nullptr,
+                packed + key_floats + value_floats,
+                has_far ? limits.typed_data()[head] : 0,
+                static_cast<int32_t>(sinks)};
   };
   std::vector<Range> ranges(heads * n.key_panels());
   parallel(pool, heads * n.key_panels(), [&](int64_t unit) {
@@ -270,7 +329,7 @@ ffi::Error Prompt(ffi::ThreadPool pool, Floats queries, Int32s query_positions, 
     for (int64_t i = part; i < blocks; i += parts) {
       const int64_t first = i * Block::tokens(n);
       block.attend(packed, ranges.data() + head * n.key_panels(),
-                   queries.typed_data() + head * floats, positions, first,
+                   queries.typed_data() + head * floats, far_queries.typed_data() + (has_far ? head * floats : 0), positions, first,
                    out->typed_data() + head * floats);
       if (collects) block.collect(positions + first, after, reduction, power, sums);
     }
@@ -298,6 +357,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_prompt, Prompt,
                                   .Arg<Floats>()  // keys
                                   .Arg<Floats>()  // values
                                   .Arg<Int32s>()  // key positions
+                                  .Arg<Floats>()  // far queries
+                                  .Arg<Floats>()  // far keys
+                                  .Arg<Int32s>()  // limits
                                   .Ret<Floats>()  // out
                                   .Ret<Floats>()  // received
                                   .Ret<Floats>()  // panels
@@ -305,6 +367,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_prompt, Prompt,
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("reduction")
                                   .Attr<float>("power")
-                                  .Attr<int64_t>("last"));
+                                  .Attr<int64_t>("last")
+                                  .Attr<int64_t>("sinks"));
 
 }  // namespace jaxkv
