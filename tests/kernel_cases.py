@@ -108,6 +108,8 @@ def decode_shared(seed, batch, kv_heads, group, dim, slots, sharing, dtype=jnp.f
     keys, values = normal(batch, kv_heads, slots, dim), normal(batch, kv_heads, dim, slots)
     # Of the root: little of the first heads' attention is distant, nearly all of the others'.
     far = jnp.broadcast_to(20.0 * jnp.arange(kv_heads)[None, :, None], (batch, kv_heads, group))
+    # And of one query head among those that are read together.
+    far = far.at[1, 0, -1].set(20.0)
     arguments = (
         normal(*heads),
         normal(*heads),

@@ -1,5 +1,5 @@
-"""Attention of a block of new tokens on CPU: a few rows at a time, whose logits never leave a core's
-cache.
+"""Attention of a block of new tokens on CPU: a few rows at a time, whose logits never leave the
+cache of a core.
 """
 
 import math

@@ -171,7 +171,7 @@ class Block {
   void collect(const int32_t* positions, int32_t after, int64_t reduction, float power, float* sums) {
     for (int64_t r = 0; r < used_; ++r) {
       const int32_t position = positions[r % count_];
-      if (position < 0 || position <= after) share_[r] = 0.0f;
+      if (position <= after) share_[r] = 0.0f;
     }
     const float mean = reduction == 1 ? 1.0f / n_.group : 1.0f;
     const int64_t start = begin_ * kPanel, length = std::min(end_ * kPanel, n_.keys) - start;
@@ -321,7 +321,8 @@ ffi::Error Prompt(ffi::ThreadPool pool, Floats queries, Int32s query_positions, 
     const Head packed = head_of(head);
     const int32_t* positions = query_positions.typed_data() + head / n.kv_heads * n.tokens;
     const int32_t newest = *std::max_element(positions, positions + n.tokens);
-    const int32_t after = last > 0 ? newest - static_cast<int32_t>(last) : -1;
+    const int32_t after =
+        last > 0 ? std::max(newest - static_cast<int32_t>(last), -1) : -1;
     float* sums = partial->typed_data() + (head * parts + part) * n.keys;
     if (collects) std::fill(sums, sums + n.keys, 0.0f);
     const int64_t floats = n.group * n.tokens * n.dim;
