@@ -353,8 +353,8 @@ def test_a_fused_prompt_reads_no_foreign_memory_and_has_no_race(small_blocks, ca
 
 @pytest.mark.parametrize("case", [*PROMPT, "few_rows", "many_heads", "one_key"])
 def test_a_native_prompt_is_the_plain_prompt(case):
-    """Seen to fail when a panel that some rows do not see is taken as seen by all, panels before the
-    window are skipped too early, or the last rows are one fewer.
+    """Seen to fail when a panel that some rows do not see is taken as seen by all, panels before
+    the window are skipped too early, or the last rows are one fewer.
     """
     more = {
         "few_rows": ((2, 2, 3, 64, 5, 90), {"statistics": (ColumnSums(),), "window": 40}),

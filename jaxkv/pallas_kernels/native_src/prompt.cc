@@ -168,7 +168,8 @@ class Block {
   }
 
   // Adds probabilities to `sums` [keys], of rows of positions above `after`.
-  void collect(const int32_t* positions, int32_t after, int64_t reduction, float power, float* sums) {
+  void collect(const int32_t* positions, int32_t after, int64_t reduction, float power,
+               float* sums) {
     for (int64_t r = 0; r < used_; ++r) {
       const int32_t position = positions[r % count_];
       if (position <= after) share_[r] = 0.0f;
@@ -330,7 +331,8 @@ ffi::Error Prompt(ffi::ThreadPool pool, Floats queries, Int32s query_positions, 
     for (int64_t i = part; i < blocks; i += parts) {
       const int64_t first = i * Block::tokens(n);
       block.attend(packed, ranges.data() + head * n.key_panels(),
-                   queries.typed_data() + head * floats, far_queries.typed_data() + (has_far ? head * floats : 0), positions, first,
+                   queries.typed_data() + head * floats,
+                   far_queries.typed_data() + (has_far ? head * floats : 0), positions, first,
                    out->typed_data() + head * floats);
       if (collects) block.collect(positions + first, after, reduction, power, sums);
     }

@@ -18,7 +18,8 @@ ffi::Error Victim(ffi::ThreadPool pool, Int32s positions, Floats priority, Int32
     const float* value = priority.typed_data() + row * slots + start;
     const float infinity = std::numeric_limits<float>::infinity();
     float lowest = infinity;
-    for (int64_t i = 0; i < length; ++i) lowest = std::min(lowest, at[i] < 0 ? -infinity : value[i]);
+    for (int64_t i = 0; i < length; ++i)
+      lowest = std::min(lowest, at[i] < 0 ? -infinity : value[i]);
     int64_t found = 0;
     int32_t youngest = -2;
     for (int64_t i = 0; i < length; ++i)
