@@ -114,7 +114,7 @@ def _lend(q, k, v, before, after, new, policy, sharing, window):
     far = None
     if sharing.skip is not None and sharing.skip[0] == "predicted":
         rotated = turned(q, new).reshape(batch, -1, dim)
-        far = far_lse(rotated, after.keys, met, position, sharing=sharing, window=window)
+        (far,) = far_lse(rotated, after.keys, met, position, sharing=sharing, window=window)
     return Lent(
         keys=after.keys,
         values=after.values if sharing.values else None,

@@ -12,6 +12,7 @@ import jaxtyping
 import pytest
 
 import jaxkv
+from jaxkv.pallas_kernels import native
 
 HERE = Path(__file__).parent
 
@@ -40,6 +41,15 @@ def annotations_unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="session")
+def native_kernels() -> None:
+    """For tests of kernels that the machine's own C++ compiler must build."""
+    try:
+        native.check()
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from jaxkv.pallas_kernels import (
     decode_shared_tpu,
     decode_tpu,
     dispatch,
+    far_lse_cpu,
     gather_tpu,
     linear_cpu,
     native,
@@ -28,7 +29,7 @@ from jaxkv.pallas_kernels import (
     write_tpu,
 )
 from jaxkv.pallas_kernels.decode import decode
-from jaxkv.pallas_kernels.decode_shared import decode_shared
+from jaxkv.pallas_kernels.decode_shared import decode_shared, far_lse
 from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
 from jaxkv.pallas_kernels.gather import gather
 from jaxkv.pallas_kernels.linear import linear
@@ -120,7 +121,7 @@ def test_a_fused_step_reads_no_foreign_memory_and_has_no_race(dim, small_blocks,
 
 @pytest.mark.parametrize("case", DECODE)
 @pytest.mark.parametrize("parts", ["one", "some"])
-def test_a_native_step_is_the_plain_step(case, parts, monkeypatch):
+def test_a_native_step_is_the_plain_step(native_kernels, case, parts, monkeypatch):
     """Seen to fail when a part's sum is not rescaled, masked logits count, the last lanes of a row
     count twice, the window is one longer, or the mean is a sum.
     """
@@ -141,7 +142,7 @@ def test_a_native_step_is_the_plain_step(case, parts, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 13, 32])
 @pytest.mark.parametrize(("features", "outputs"), [(64, 96), (50, 37), (1, 1), (577, 5)])
-def test_native_products_are_the_plain_ones(rows, features, outputs):
+def test_native_products_are_the_plain_ones(native_kernels, rows, features, outputs):
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(rows, features)), rng.normal(size=(outputs, features))
     arguments = jnp.array(x, jnp.float32), jnp.array(weight, jnp.float32)
@@ -152,7 +153,7 @@ def test_native_products_are_the_plain_ones(rows, features, outputs):
     np.testing.assert_array_equal(got[-1:], linear_cpu.run(arguments[0][-1:], arguments[1]))
 
 
-def test_native_products_are_differentiated_and_batched():
+def test_native_products_are_differentiated_and_batched(native_kernels):
     rng = np.random.default_rng(0)
     x, weight = (jnp.array(rng.normal(size=s), jnp.float32) for s in ((3, 8), (5, 8)))
 
@@ -170,7 +171,7 @@ def test_native_products_are_differentiated_and_batched():
 
 
 @pytest.mark.parametrize("slots", [1, 8, 77])
-def test_the_native_victim_is_the_plain_one(slots):
+def test_the_native_victim_is_the_plain_one(native_kernels, slots):
     """Few different priorities, so that there are many ties."""
     rng = np.random.default_rng(slots)
     shape = (5, 3, slots)
@@ -220,7 +221,7 @@ def test_without_a_compiler_the_plain_version_runs(no_library, monkeypatch):
         native.check()
 
 
-def test_the_library_is_built_once_and_anew_where_it_is_damaged(no_library):
+def test_the_library_is_built_once_and_anew_where_it_is_damaged(native_kernels, no_library):
     library = native._built()
     made = library.stat().st_mtime_ns
     assert native._built() == library
@@ -271,7 +272,7 @@ def test_a_fused_shared_step_is_the_plain_step(case, small_blocks):
 
 @pytest.mark.parametrize("case", [*SHARED, "exact"])
 @pytest.mark.parametrize("parts", ["one", "some"])
-def test_a_native_shared_step_is_the_plain_step(case, parts, monkeypatch):
+def test_a_native_shared_step_is_the_plain_step(native_kernels, case, parts, monkeypatch):
     """Seen to fail when near logits do not take their places, the far part counts near tokens, a
     skipped head reads values that are not near, or the gate is that of the first query head.
     """
@@ -288,6 +289,21 @@ def test_a_native_shared_step_is_the_plain_step(case, parts, monkeypatch):
     decode_shared_cpu.check(*arguments, **options)
     run = jax.jit(functools.partial(decode_shared_cpu.run, **options))
     check_shared_step(arguments, there, run(*arguments), options)
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_the_native_prediction_is_the_plain_one(native_kernels, case):
+    shape, options = SHARED[case]
+    sharing = Sharing(((0,), (0,)), sinks=3, recent=128)
+    arguments, _ = kernel_cases.decode_shared(0, *shape, sharing)
+    queries, _, _, _, _, _, keys, positions, _, _, position, _ = kernel_cases.without_nan(arguments)
+    step = (queries, keys, positions, position)
+    options = {"sharing": sharing, "window": options.get("window")}
+    far_lse_cpu.check(*step, **options)
+    (want,) = far_lse.plain(*step, **options)
+    # A sequence that has ended sees nothing.
+    assert ((want < -1e29).all((1, 2)) == (position < 0)).all()
+    close(far_lse_cpu.run(*step, **options)[0], want)
 
 
 def test_a_fused_shared_step_in_bfloat16(small_blocks):
@@ -352,7 +368,7 @@ def test_a_fused_prompt_reads_no_foreign_memory_and_has_no_race(small_blocks, ca
 
 
 @pytest.mark.parametrize("case", [*PROMPT, "few_rows", "many_heads", "one_key"])
-def test_a_native_prompt_is_the_plain_prompt(case):
+def test_a_native_prompt_is_the_plain_prompt(native_kernels, case):
     """Seen to fail when a panel that some rows do not see is taken as seen by all, panels before
     the window are skipped too early, or the last rows are one fewer.
     """
@@ -378,7 +394,9 @@ def test_a_native_prompt_is_the_plain_prompt(case):
         ((2, 2, 2, 80, 64, 150), 50, 4, 120),
     ],
 )
-def test_a_native_prompt_meets_distant_keys_where_the_plain_one_does(shape, limit, sinks, window):
+def test_a_native_prompt_meets_distant_keys_where_the_plain_one_does(
+    native_kernels, shape, limit, sinks, window
+):
     """Seen to fail when sinks are distant, the limit is one further, or panels of which only some
     keys are distant are taken as a whole.
     """
@@ -459,7 +477,7 @@ def test_a_model_writes_the_same_with_kernels_as_without(shallow, story):
         close(fused, plain)
 
 
-def test_the_report_says_what_ran(small):
+def test_the_report_says_what_ran(native_kernels, small):
     out = jaxkv.generate(small, [1, 2, 3, 4], policy="h2o", budget=3, max_new_tokens=3)
     used = {name: out.report.kernels[name] for name in ("decode", "gather", "linear", "prompt")}
     assert used == {"decode": "native", "gather": "plain", "linear": "native", "prompt": "native"}
@@ -520,7 +538,7 @@ def test_names_of_kernels_are_checked():
         use_kernels("plain", interpret=True).__enter__()
 
 
-def test_on_this_machine_the_plain_version_runs_where_no_kernel_does():
+def test_on_this_machine_the_plain_version_runs_where_no_kernel_does(native_kernels):
     arguments = kernel_cases.without_nan(kernel_cases.prompt(0, 2, 1, 1, 16, 32, 0))
     options = {"window": None, "layer": jnp.int32(0)}
     prompt(*arguments, **options)

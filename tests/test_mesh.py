@@ -13,6 +13,7 @@ import jax
 import pytest
 
 import jaxkv
+from jaxkv.pallas_kernels import native
 from jaxkv.policies import get, registered
 from jaxkv.sharding import mesh_of, spec_of
 
@@ -26,7 +27,7 @@ def test_eight_devices_keep_and_write_what_one_does():
     wrong = [case for case in cases if not (case["tokens"] and case["kept"])]
     assert not wrong
     assert {case["policy"] for case in cases} == {n for n in registered() if not get(n).simulates}
-    assert cases[-1]["decode"] == "native"
+    assert cases[-1]["decode"] == ("plain" if native._load() else "native")
     # Every device has its half of the heads.
     assert weight["parts"] == [[weight["whole"][0] // 2, weight["whole"][1]]]
 

@@ -37,7 +37,7 @@ def far_logits(
 _by_head = jax.vmap(jax.vmap(far_logits))
 
 
-def far_lse(
+def _plain_far_lse(
     queries: Float[Array, "batch heads dim"],
     keys: Float[Array, "batch kv_heads slots dim"],
     positions: Int[Array, "batch kv_heads slots"],
@@ -45,13 +45,13 @@ def far_lse(
     *,
     sharing: Sharing,
     window: int | None,
-) -> Float[Array, "batch kv_heads group"]:
-    """Log-sum-exp of a root's own logits with its distant tokens."""
+) -> tuple[Float[Array, "batch kv_heads group"]]:
+    """Log-sum-exp of a root's own logits with its distant tokens; -1e30 if there are none."""
     batch, kv_heads = keys.shape[:2]
     grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
     _, distant = _parts(positions, position, sharing, window)
     logits = jnp.where(distant[:, :, None], _by_head(grouped, keys), _MASKED)
-    return jax.nn.logsumexp(logits, -1)
+    return (jax.nn.logsumexp(logits, -1),)
 
 
 def _parts(positions: Array, position: Array, sharing: Sharing, window: int | None) -> Any:
@@ -187,7 +187,20 @@ def _check(queries: Any, far_queries: Any, key: Any, value: Any, near_keys: Any,
     check_dtypes(queries=queries, far_queries=far_queries, keys=rest[1], near_keys=near_keys)
 
 
+def _check_far_lse(queries: Any, keys: Any, *rest: Any, **options: Any) -> None:
+    del rest, options
+    check_dtypes(queries=queries, keys=keys)
+
+
 _HEADS = ("batch", "kv_heads")
+far_lse = Operation(
+    name="far_lse",
+    plain=_plain_far_lse,
+    check=_check_far_lse,
+    axes=(("batch", "heads", None), (*_HEADS, None, None), (*_HEADS, None), ("batch",)),
+    out_axes=((*_HEADS, None),),
+    overrides={"native": "far_lse_cpu"},
+)
 decode_shared = Operation(
     name="decode_shared",
     plain=_plain,

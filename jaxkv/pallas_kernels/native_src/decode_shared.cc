@@ -7,29 +7,13 @@
 #include <vector>
 
 #include "common.h"
+#include "shared.h"
 #include "softmax.h"
 
 namespace jaxkv {
 namespace {
 
 enum Skip : int64_t { kNever = 0, kExact = 1, kPredicted = 2 };
-
-// What the new token sees, and what is near to it.
-struct View {
-  int32_t now, oldest, sinks, recent;
-
-  template <typename I>
-  auto sees(I where) const {
-    return (where >= 0) & (where <= now) & (where > oldest);
-  }
-  template <typename I>
-  auto is_near(I where) const {
-    return (where < sinks) | (now - where < recent);
-  }
-};
-
-// log(sum of e^x) of what has been gathered as a highest logit and a sum.
-inline float log_sum(float top, float total) { return total > 0 ? top + std::log(total) : kMasked; }
 
 // See `decode_shared` in decode_shared.py. `ring` is the slot of every place of the ring. Scratch:
 // `weights` [batch, heads, slots], `near` [batch, heads, places], `parts` as in decode.cc.
@@ -55,9 +39,7 @@ ffi::Error DecodeShared(ffi::ThreadPool pool, Floats queries, Floats far_queries
   std::vector<float> far(skip == kExact ? rows * group * count * 2 : 0);
 
   auto view_of = [&](int64_t row) {
-    const int32_t now = position.typed_data()[row / kv_heads];
-    return View{now, window > 0 ? now - static_cast<int32_t>(window) : -1,
-                static_cast<int32_t>(sinks), static_cast<int32_t>(recent)};
+    return View(position.typed_data()[row / kv_heads], window, sinks, recent);
   };
   // Calls f(place, slot) for the tokens in the ring that the new one sees as near, in some slots.
   auto for_ring = [&](int64_t row, int64_t first, int64_t length, const auto& f) {
@@ -73,13 +55,13 @@ ffi::Error DecodeShared(ffi::ThreadPool pool, Floats queries, Floats far_queries
     return near->typed_data() + (row * group + g) * places;
   };
   // Whether the near part is enough in every query head, given the far one's log-sum-exp.
-  auto enough = [&](int64_t row, const auto& far_log_sum) {
+  auto enough = [&](int64_t row, const auto& far_of) {
     for (int64_t g = 0; g < group; ++g) {
       const float* logits = near_of(row, g);
       float top = kMasked, total = 0;
       for_ring(row, 0, slots, [&](int64_t j, int64_t) { top = std::max(top, logits[j]); });
       for_ring(row, 0, slots, [&](int64_t j, int64_t) { total += std::exp(logits[j] - top); });
-      const float gate = 1.0f / (1.0f + std::exp(far_log_sum(g) - log_sum(top, total)));
+      const float gate = 1.0f / (1.0f + std::exp(far_of(g) - log_sum(top, total)));
       if (!(gate >= tau)) return false;
     }
     return true;
@@ -121,31 +103,11 @@ ffi::Error DecodeShared(ffi::ThreadPool pool, Floats queries, Floats far_queries
              far_queries.typed_data() + row * group * dim, dim, group, dim, W, slots);
     for (int64_t g = 0; g < group; ++g) {
       float* w = W + g * slots;
-      auto mask = [&](auto shown) {
-        return [=](int64_t s, auto lanes) {
-          Vec logits = shown(lanes.template load<Ints>(at + s)) ? lanes.load(w + s) : all(kMasked);
-          return lanes.others(logits, kMasked);
-        };
-      };
-      if (skip == kExact) {
-        auto distant = mask([view](Ints where) { return view.sees(where) & ~view.is_near(where); });
-        float* f = far.data() + ((row * group + g) * count + c) * 2;
-        Vec top = all(kMasked), total = {};
-        for_vectors(length, [&](int64_t s, auto lanes) {
-          Vec x = distant(s, lanes) * scale;
-          top = top > x ? top : x;
-        });
-        f[0] = highest(top);
-        for_vectors(length, [&](int64_t s, auto lanes) {
-          Vec x = distant(s, lanes);
-          total += x > all(kMasked) ? exp_negative(x * scale - f[0]) : Vec{};
-        });
-        f[1] = sum(total);
-      }
-      auto seen = mask([view](Ints where) { return view.sees(where); });
+      if (skip == kExact)
+        far_sum(view, w, at, length, scale, far.data() + ((row * group + g) * count + c) * 2);
       for_vectors(length, [&](int64_t s, auto lanes) {
-        Vec x = seen(s, lanes);
-        lanes.store(w + s, x > all(kMasked) ? x * scale : x);
+        auto seen = view.sees(lanes.template load<Ints>(at + s));
+        lanes.store(w + s, seen ? lanes.load(w + s) * scale : all(kMasked));
       });
     }
     for_ring(row, first, length, [&](int64_t j, int64_t slot) {
@@ -156,11 +118,7 @@ ffi::Error DecodeShared(ffi::ThreadPool pool, Floats queries, Floats far_queries
   if (skip == kExact)
     for (int64_t row = 0; row < rows; ++row)
       skipped[row] = there[row] && enough(row, [&](int64_t g) {
-        const float* f = far.data() + (row * group + g) * count * 2;
-        float top = kMasked, total = 0;
-        for (int64_t c = 0; c < count; ++c) top = std::max(top, f[2 * c]);
-        for (int64_t c = 0; c < count; ++c) total += f[2 * c + 1] * std::exp(f[2 * c] - top);
-        return log_sum(top, total);
+        return far_log_sum(far.data() + (row * group + g) * count * 2, count);
       });
 
   parallel(pool, rows * count, [&](int64_t unit) {
