@@ -98,16 +98,18 @@ class Operation:
             run, choice = self._choose(platform, arrays, options)
             self._note(platform, choice)
             branches[platform] = run
-        if len(branches) == 1:
-            (run,) = branches.values()
+        if len(set(branches.values())) == 1:
+            (run, *_) = branches.values()
             return self._by_device(run, arrays, options)
         return lax.platform_dependent(
             *arrays,
+            default=lambda *arrays: self.plain(*arrays, **options),
             **{
                 _LOWERING.get(platform, platform): lambda *arrays, run=run: self._by_device(
                     run, arrays, options
                 )
                 for platform, run in branches.items()
+                if run is not self.plain
             },
         )
 
