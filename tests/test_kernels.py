@@ -369,8 +369,8 @@ def test_a_fused_prompt_reads_no_foreign_memory_and_has_no_race(small_blocks, ca
 
 @pytest.mark.parametrize("case", [*PROMPT, "few_rows", "many_heads", "one_key"])
 def test_a_native_prompt_is_the_plain_prompt(native_kernels, case):
-    """Seen to fail when a panel that some rows do not see, or that has empty slots, is taken as seen
-    by all, panels before the window are skipped too early, or the last rows are one fewer.
+    """Seen to fail when a panel that some rows do not see, or that has empty slots, is taken as
+    seen by all, panels before the window are skipped too early, or the last rows are one fewer.
     """
     more = {
         "few_rows": ((2, 2, 3, 64, 5, 90), {"statistics": (ColumnSums(),), "window": 40}),
@@ -381,8 +381,8 @@ def test_a_native_prompt_is_the_plain_prompt(native_kernels, case):
     arguments = kernel_cases.prompt(0, *shape)
     options = {"window": None, "layer": jnp.int32(0), **options}
     prompt_cpu.check(*arguments, **options)
-    # Values of slots that hold nothing are multiplied by 0, here as in the definition. Their keys may
-    # be anything: a comparison with NaN drops it, and 0 would count.
+    # Values of slots that hold nothing are multiplied by 0, here as in the definition. Their keys
+    # may be anything: a comparison with NaN drops it, and 0 would count.
     queries, positions, keys, values, key_positions = arguments
     for unread in (keys, jnp.nan_to_num(keys)):
         given = (queries, positions, unread, jnp.nan_to_num(values), key_positions)
