@@ -389,6 +389,23 @@ def test_a_native_prompt_is_the_plain_prompt(native_kernels, case):
         check_block(arguments, prompt_cpu.run(*given, **options), options)
 
 
+def test_a_native_prompt_has_the_derivatives_of_the_plain_one(native_kernels):
+    queries, positions, keys, values, key_positions = kernel_cases.without_nan(
+        kernel_cases.prompt(0, 1, 2, 2, 16, 40, 0)
+    )
+    options = {"window": None, "layer": jnp.int32(0), "statistics": (ColumnSums(),)}
+
+    def loss(attend, queries, keys, values):
+        out, (sums,) = attend(queries, positions, keys, values, key_positions, **options)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(sums**2)
+
+    mine, plain = (
+        jax.grad(functools.partial(loss, attend), (0, 1, 2))(queries, keys, values)
+        for attend in (prompt_cpu.run, attend_block)
+    )
+    jax.tree.map(close, mine, plain)
+
+
 @pytest.mark.parametrize(
     ("shape", "limit", "sinks", "window"),
     [

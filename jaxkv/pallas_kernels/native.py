@@ -50,6 +50,13 @@ def call(function: str, out: Any, *arrays: Array, **options: Any) -> Any:
     return made(*arrays, **options)
 
 
+def differentiable(run: Any, plain: Any, *arrays: Array) -> Any:
+    """`run(*arrays)`; where derivatives are taken it is `plain`, which computes the same."""
+    function = jax.custom_jvp(run)
+    function.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return function(*arrays)
+
+
 def check_sums(statistic: ColumnSums | None) -> None:
     """Raises `NotImplementedError` for sums of attention that no kernel here collects."""
     if statistic is not None and statistic.power <= 0:
@@ -101,7 +108,7 @@ def _built() -> Path:
     # What the compiler defines tells its version, and what the processor can do.
     about = _output([*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     sources = sorted(_FOLDER.glob("*.cc"))
-    texts = [file.read_bytes() for file in (*sources, *_FOLDER.glob("*.h"))]
+    texts = [file.read_bytes() for file in (*sources, *sorted(_FOLDER.glob("*.h")))]
     parts = (*texts, " ".join(flags).encode(), about, jax.__version__.encode())
     name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     library = cache_folder() / "native" / f"{name}.so"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv.attention import Far
+from jaxkv.attention import Far, attend_block
 from jaxkv.pallas_kernels import native
 from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
 from jaxkv.statistics import Statistic
@@ -57,7 +57,37 @@ def run(
     far: Far | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """See `jaxkv.attention.attend_block`."""
-    del layer
+    options: Any = {"window": window, "statistics": statistics}
+    sinks = 0 if far is None else far.sinks
+
+    def given(*distant: Array) -> Far | None:
+        if not distant:
+            return None
+        queries, keys, limit = distant
+        return Far(queries, keys, limit, sinks)
+
+    def attend(*arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+        return _attend(*arrays[:5], **options, far=given(*arrays[5:]))
+
+    def plain(*arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+        return attend_block(*arrays[:5], **options, layer=layer, far=given(*arrays[5:]))
+
+    arrays = (queries, query_positions, keys, values, key_positions)
+    distant = () if far is None else (far.queries, far.keys, far.limit)
+    return native.differentiable(attend, plain, *arrays, *distant)
+
+
+def _attend(
+    queries: Array,
+    query_positions: Array,
+    keys: Array,
+    values: Array,
+    key_positions: Array,
+    *,
+    window: int | None,
+    statistics: tuple[Statistic, ...],
+    far: Far | None,
+) -> tuple[Array, tuple[Array, ...]]:
     batch, kv_heads, _, t, dim = queries.shape
     count = keys.shape[2]
     statistic = column_sums(statistics)
