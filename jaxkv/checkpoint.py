@@ -1,9 +1,10 @@
 """State on disk, with Orbax: arrays in a folder, and beside them a JSON file that says whose."""
 
 import dataclasses
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxkv.cache import Cache, LayerCache
 from jaxkv.shared import Follower, Group, SharedLayer, Sharing
 
 _ABOUT = "about.json"
+_SUMS = "sha256.json"
 
 
 def save(path: str | os.PathLike[str], state: Any, about: Mapping[str, Any]) -> None:
@@ -34,6 +36,7 @@ def save(path: str | os.PathLike[str], state: Any, about: Mapping[str, Any]) -> 
         checkpointer.save(folder / "arrays", _without_empty(tree))
     shapes = jax.tree.map(lambda x: {"shape": list(x.shape), "dtype": str(x.dtype)}, tree)
     content = {**about, "arrays": shapes}
+    seal(folder / "arrays")
     # Last: a folder with this file is complete.
     (folder / _ABOUT).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -62,8 +65,60 @@ def read_about(path: str | os.PathLike[str], kind: str, newest_format: int) -> d
     return about
 
 
+def seal(folder: Path) -> None:
+    """Notes the checksums of a folder's files in it, for `check`."""
+    content = json.dumps(_sums(folder), indent=1)
+    part = folder / f"{_SUMS}.part"
+    part.write_text(content, encoding="utf-8")
+    os.replace(part, folder / _SUMS)
+
+
+def seal_new(folders: Iterable[Path]) -> None:
+    """Seals those that are folders and not sealed yet; on the first host."""
+    if jax.process_index() == 0:
+        for folder in folders:
+            if folder.is_dir() and not (folder / _SUMS).exists():
+                seal(folder)
+
+
+def check(folder: str | os.PathLike[str]) -> None:
+    """Compares a folder with what `seal` noted. To be called before Orbax reads it: what it raises
+    for a damaged file is of any type, and reads it had begun are left to print tracebacks.
+
+    Raises:
+      ValueError: a file is not as it was written, or missing.
+
+    """
+    file = Path(folder) / _SUMS
+    try:
+        wanted = json.loads(file.read_text(encoding="utf-8"))
+        found = _sums(file.parent)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{os.fspath(folder)} is damaged: {error}") from None
+    for name in sorted(wanted):
+        if found.get(name) != wanted[name]:
+            how = "is not as it was written" if name in found else "is missing"
+            raise ValueError(f"{os.fspath(folder)} is damaged: {name} {how}")
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    sums = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.name.startswith(_SUMS):
+            with path.open("rb") as file:
+                sums[path.relative_to(folder).as_posix()] = hashlib.file_digest(
+                    file, "sha256"
+                ).hexdigest()
+    return sums
+
+
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arrays of a folder, as nested dicts."""
+    """The arrays of a folder, as nested dicts.
+
+    Raises:
+      ValueError: a file is damaged or missing.
+
+    """
     import orbax.checkpoint as ocp
 
     folder = Path(path).absolute()
@@ -75,13 +130,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
             return jax.ShapeDtypeStruct(tree["shape"], tree["dtype"], sharding=place)
         return {name: abstract(value) for name, value in tree.items()}
 
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            wanted = abstract(about["arrays"])
-            found = checkpointer.restore(folder / "arrays", _without_empty(wanted))
-            return _with_empty(found, wanted)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{os.fspath(path)} is damaged: {error}") from error
+    check(folder / "arrays")
+    with ocp.StandardCheckpointer() as checkpointer:
+        wanted = abstract(about["arrays"])
+        found = checkpointer.restore(folder / "arrays", _without_empty(wanted))
+        return _with_empty(found, wanted)
 
 
 def _without_empty(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,17 @@ def test_a_saved_session_goes_on_to_the_bit(session, shallow, tmp_path):
     got = loaded.generate([4, 5], **options)
     assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
 
+    files = (file for file in (tmp_path / "kept").rglob("*") if file.is_file())
+    largest = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"is damaged: .*{largest.name} is not as it was written"):
+        Session.load(tmp_path / "kept", shallow)
+    largest.unlink()
+    with pytest.raises(ValueError, match=rf"is damaged: .*{largest.name} is missing"):
+        Session.load(tmp_path / "kept", shallow)
+
 
 def test_streaming_moves_the_session_on(shallow):
     session = Session(shallow, policy=H2O(16)).read("Once upon a time there was")
