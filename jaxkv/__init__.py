@@ -15,7 +15,7 @@ from jaxkv.evaluate.perplexity import perplexity
 from jaxkv.generate import Generation, Past, generate, stream
 from jaxkv.models import Params, load
 from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
-from jaxkv.pod import CLA, PoD, PodPlan
+from jaxkv.pod import CLA, MiniCache, PoD, PodPlan
 from jaxkv.policies import (
     CAKE,
     H2O,
@@ -91,6 +91,7 @@ __all__ = [
     "Knorm",
     "LMInfinite",
     "LayerCache",
+    "MiniCache",
     "New",
     "Params",
     "Past",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import Cache, LayerCache
-from jaxkv.shared import Follower, Group, SharedLayer, Sharing
+from jaxkv.shared import Follower, Group, Merged, SharedLayer, Sharing
 
 _ABOUT = "about.json"
 _SUMS = "sha256.json"
@@ -170,11 +170,14 @@ def _layer(layer: Mapping[str, Any]) -> LayerCache:
 
 def _shared_layer(layer: Mapping[str, Any], groups: tuple[Group, ...], index: int) -> SharedLayer:
     parts = zip(_in_order(layer["parts"]), groups, strict=True)
-    made = [
-        _layer(part) if group.root == index else Follower(**{"skipped": None, **part})
-        for part, group in parts
-    ]
+    made = [_layer(part) if group.root == index else _follower(part) for part, group in parts]
     return SharedLayer(tuple(made), groups)
+
+
+def _follower(part: Mapping[str, Any]) -> Follower | Merged:
+    if "whole" in part:
+        return Merged(**{**part, "whole": _layer(part["whole"])})
+    return Follower(**{"skipped": None, **part})
 
 
 def _in_order(state: Mapping[str, Any]) -> list[Any]:

@@ -16,11 +16,12 @@ from jaxkv import cache as slots
 from jaxkv.attention import Far, attend_slots, visible
 from jaxkv.cache import LayerCache
 from jaxkv.extend import NewTokens, extend
+from jaxkv.merged import follow_merged
 from jaxkv.pallas_kernels.decode_shared import decode_shared, far_lse
 from jaxkv.pallas_kernels.prompt import prompt
 from jaxkv.policies.base import Policy
 from jaxkv.positions import turn
-from jaxkv.shared import Follower, Lent, SharedLayer, by_head, constrain_part
+from jaxkv.shared import Follower, Lent, Merged, SharedLayer, by_head, constrain_part
 
 
 def extend_layer(
@@ -52,11 +53,12 @@ def extend_layer(
     batch, t, heads, dim = queries.shape
     kv_heads = keys.shape[2]
     grouped = queries.reshape(batch, t, kv_heads, heads // kv_heads, dim)
-    outs, parts, lent = [], [], []
+    outs, parts, lent, returned = [], [], [], []
     for group, part, given in zip(layer.groups, layer.parts, layer.lent, strict=True):
         own = jnp.array(group.heads)
         whole = group.heads == tuple(range(kv_heads))
         q, k, v = (x if whole else x[:, :, own] for x in (grouped, keys, values))
+        back = None
         if isinstance(part, LayerCache):
             weight = output if whole or output is None else _columns(output, own, kv_heads)
             flat = q.reshape(batch, t, -1, dim)
@@ -71,15 +73,21 @@ def extend_layer(
             if far_map is not None:
                 maps = far_map.reshape(kv_heads, -1, dim, dim)[own]
                 q_far = jnp.einsum("btkgd,kgde->btkge", q, maps)
-            if sharing.values:
+            if isinstance(part, Merged):
+                q, k = turned(q, new), turned(k, new)
+                out, after, back = follow_merged(
+                    q, k, v, part, given, new, sharing.merge, window, index
+                )
+            elif sharing.values:
                 out, after = _follow_all(q_far, part, given, new, index, window)
             else:
                 out, after = _follow(q, q_far, k, v, part, given, new, sharing, index, window)
             lent.append(given if group.lends else None)
         outs.append(out)
         parts.append(constrain_part(after))
+        returned.append(back)
     out = by_head(layer.groups, outs, 2).reshape(queries.shape)
-    return out, SharedLayer(tuple(parts), layer.groups, tuple(lent))
+    return out, SharedLayer(tuple(parts), layer.groups, tuple(lent), tuple(returned))
 
 
 def _columns(output: Array, own: Array, kv_heads: int) -> Array:
@@ -108,7 +116,8 @@ def _lend(q, k, v, before, after, new, policy, sharing, window):
             values = jnp.concatenate([before.values, values], 3)
             positions = jnp.concatenate([before.positions, positions], 2)
         lent = values if sharing.values else None
-        return Lent(keys, lent, positions, before.positions, after.positions)
+        layer = after if sharing.merge else None
+        return Lent(keys, lent, positions, before.positions, after.positions, layer=layer)
     position = new.positions[:, 0]
     met = slots.note(before, position, jnp.zeros_like(before.free, jnp.float32)).positions
     far = None
@@ -124,6 +133,7 @@ def _lend(q, k, v, before, after, new, policy, sharing, window):
         free=before.free,
         ring=_slots_of_ring(met, new, policy, sharing),
         far=far,
+        layer=after if sharing.merge else None,
     )
 
 

@@ -34,7 +34,7 @@ from jaxkv.policies.base import Policy
 from jaxkv.sampling import Sampling, next_token
 from jaxkv.sharding import constrain_fields, on_mesh_of
 from jaxkv.shared import (
-    Follower,
+    Part,
     SharedLayer,
     constrain_part,
     empty_follower,
@@ -106,7 +106,7 @@ def _empty_shared_layer(
     groups = policy.sharing.groups(index)
     if budget.ndim == 1:
         budget = jnp.broadcast_to(budget[:, None], (budget.shape[0], params.config.num_kv_heads))
-    parts: list[LayerCache | Follower] = []
+    parts: list[Part] = []
     for group in groups:
         own, count = budget[:, jnp.array(group.heads)], slots[group.root]
         if group.root == index:
@@ -245,7 +245,9 @@ def enlarge(
 
     def larger(layer: Any, budget: Array, wanted: int) -> Any:
         if isinstance(layer, SharedLayer):
-            return resize_shared(layer, budget, slots, lambda count: ring_places(policy, count))
+            assert policy.sharing is not None
+            ring = functools.partial(ring_places, policy)
+            return resize_shared(layer, budget, slots, ring, policy.sharing)
         if layer.starts is None:
             return dataclasses.replace(resize(layer, wanted), budget=budget)
         rows = pool.spread(layer)

@@ -1,11 +1,12 @@
 """Layers that read each other's keys (PoD, arXiv 2412.02252), or keys and values (CLA,
-arXiv 2405.12981): the forms of their caches.
+arXiv 2405.12981; MiniCache, arXiv 2405.14366): the forms of their caches.
 
 A block of consecutive layers shares the keys of its first one, its root, head by head. The KV heads
 of a layer that belong to the same layers form a group. In its root, a group is an ordinary
 `LayerCache`. In the layers that follow, it is a `Follower`: keys of the near tokens only, and the
 values of all. A follower's slots hold the tokens that its root's slots hold, whatever policy the
-root keeps them by, so that it needs no positions of its own.
+root keeps them by, so that it needs no positions of its own. Where layers are merged it is a
+`Merged`: lengths, and a few tokens whole.
 
 Near tokens are the first `sinks` of a text and the `recent` ones up to the query. Their keys lie in
 a ring: token p at place p while it is one of the sinks, else at `sinks + (p - sinks) % recent`.
@@ -20,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache import LAYER_AXES, LayerCache, resize
+from jaxkv.cache import LAYER_AXES, LayerCache, empty_layer, resize
 from jaxkv.sharding import constrain_fields
 
 #: When the far part of a step is left out: "exact" (its logits are computed, its values are not
 #: read) or "predicted" (neither; the root's own far part decides).
 SKIP_FORMS = ("exact", "predicted")
+#: Stands in `Merged.stretch` for tokens that are stored whole.
+WHOLE = -1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,24 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
+class Merge:
+    """How two layers are merged. Static."""
+
+    #: How far the common direction is from the root's towards the other layer's, in [0, 1].
+    toward: float
+    #: The share of tokens seen that is stored whole.
+    keep: float
+
+    def places(self, count: int) -> int:
+        """Slots for tokens that are stored whole, if the root has `count` slots."""
+        return int(self.keep * count) + 1
+
+    def budget(self, length: Int[Array, " batch"]) -> Int[Array, " batch"]:
+        """How many of so many tokens are stored whole."""
+        return jnp.floor(self.keep * length.astype(jnp.float32)).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
 class Sharing:
     """Who reads whose keys, and which keys everyone has. Static."""
 
@@ -52,6 +73,8 @@ class Sharing:
     skip: tuple[str, float] | None = None
     #: Values are shared as well, and nothing is near: a follower stores nothing (CLA).
     values: bool = False
+    #: And both are between those of the two layers (MiniCache).
+    merge: Merge | None = None
 
     @property
     def near(self) -> int:
@@ -138,6 +161,57 @@ FOLLOWER_AXES: dict[str, tuple[str, ...]] = {
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Merged:
+    """A group of KV heads in the second of two merged layers."""
+
+    #: What the root's keys and values are multiplied by, in its slots; -1 for whole tokens.
+    stretch: Float[Array, "batch kv_heads 2 slots"]
+    #: Tokens stored whole. Scores are the distances of their directions, traits their root slots.
+    whole: LayerCache
+    #: As of the root.
+    budget: Int[Array, "batch kv_heads"]
+    count: Int[Array, "batch kv_heads"]
+
+    @property
+    def slots(self) -> int:
+        """Slots of the root."""
+        return self.stretch.shape[-1]
+
+    def stored(self) -> Int[Array, "batch kv_heads"]:
+        """Tokens stored per KV head."""
+        return self.count
+
+    def resized(self, merge: Merge, count: int) -> "Merged":
+        """The same with at least `count` slots in the root."""
+        more = max(0, count - self.slots)
+        stretch = jnp.pad(self.stretch, ((0, 0), (0, 0), (0, 0), (0, more)))
+        whole = resize(self.whole, merge.places(self.slots + more))
+        return dataclasses.replace(self, stretch=stretch, whole=whole)
+
+
+#: Logical axes of a `Merged`, without those of its `LayerCache`.
+MERGED_AXES: dict[str, tuple[str, ...]] = {
+    "stretch": ("batch", "kv_heads", "keys_values", "slots"),
+    "budget": ("batch", "kv_heads"),
+    "count": ("batch", "kv_heads"),
+}
+
+
+def _empty_merged(
+    merge: Merge, budget: Int[Array, "batch kv_heads"], count: int, dim: int, dtype: Any
+) -> Merged:
+    """A layer with nothing stored, merged with a root of `count` slots."""
+    none = jnp.zeros(budget.shape, jnp.int32)
+    return Merged(
+        stretch=jnp.zeros((*budget.shape, 2, count), dtype),
+        whole=empty_layer(none, merge.places(count), dim, dtype, scores=True, traits=True),
+        budget=budget,
+        count=jnp.copy(none),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Lent:
     """What a root has read and kept, for the layers that follow within one `extend`."""
 
@@ -154,6 +228,8 @@ class Lent:
     free: Int[Array, "batch kv_heads"] | None = None
     ring: Int[Array, "batch kv_heads near"] | None = None
     far: Float[Array, "batch kv_heads group"] | None = None
+    #: Where layers are merged, the root as it is now.
+    layer: LayerCache | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -161,10 +237,12 @@ class Lent:
 class SharedLayer:
     """The cache of a layer, group by group."""
 
-    parts: tuple[LayerCache | Follower, ...]
+    parts: tuple["Part", ...]
     groups: tuple[Group, ...] = dataclasses.field(metadata={"static": True})
     #: For each part, what its root lends; only while the layers of a model run.
     lent: tuple[Lent | None, ...] = ()
+    #: For each part that is merged, its root's keys and values as they shall be; as long.
+    returned: tuple[tuple[Array, Array] | None, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -183,7 +261,7 @@ class SharedLayer:
     def borrow(self, earlier: Sequence[Any]) -> "SharedLayer":
         """With what layers before this one, which have run, lend to it."""
         lent = tuple(
-            earlier[group.root].lent[group.place] if isinstance(part, Follower) else None
+            None if isinstance(part, LayerCache) else earlier[group.root].lent[group.place]
             for group, part in zip(self.groups, self.parts, strict=True)
         )
         return dataclasses.replace(self, lent=lent)
@@ -199,6 +277,10 @@ class SharedLayer:
             self.groups,
             [none[:, : len(g.heads)] if count is None else count for g, count in each],
         )
+
+
+#: What a group of KV heads may be.
+Part = LayerCache | Follower | Merged
 
 
 def by_head(groups: Sequence[Group], parts: Sequence[Array], axis: int = 1) -> Array:
@@ -217,8 +299,10 @@ def empty_follower(
     near: int,
     dim: int,
     dtype: Any,
-) -> Follower:
+) -> Follower | Merged:
     """A follower with nothing stored, with `near` places in its ring."""
+    if sharing.merge is not None:
+        return _empty_merged(sharing.merge, budget, slots, dim, dtype)
     batch, kv_heads = budget.shape
     return Follower(
         keys=jnp.zeros((batch, kv_heads, near, dim), dtype),
@@ -234,22 +318,45 @@ def lend(layer: Any, earlier: Sequence[Any]) -> Any:
     return layer if isinstance(layer, LayerCache) else layer.borrow(earlier)
 
 
-def settle(layer: Any) -> Any:
-    """The same when all layers have run: what was lent is given back."""
-    return dataclasses.replace(layer, lent=()) if isinstance(layer, SharedLayer) else layer
+def settle(layers: Sequence[Any]) -> tuple[Any, ...]:
+    """The caches when all layers have run: what was lent is given back."""
+    settled = list(layers)
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, SharedLayer):
+            continue
+        settled[index] = dataclasses.replace(layer, lent=(), returned=())
+        for group, arrays in zip(layer.groups, layer.returned, strict=False):
+            if arrays is not None:
+                root = settled[group.root]
+                parts = list(root.parts)
+                keys, values = arrays
+                parts[group.place] = dataclasses.replace(
+                    parts[group.place], keys=keys, values=values
+                )
+                settled[group.root] = dataclasses.replace(root, parts=tuple(parts))
+    return tuple(settled)
 
 
 def resize_shared(
-    layer: SharedLayer, budget: Array, slots: Sequence[int], places: Callable[[int], int]
+    layer: SharedLayer,
+    budget: Array,
+    slots: Sequence[int],
+    places: Callable[[int], int],
+    sharing: Sharing,
 ) -> SharedLayer:
     """The same layer with at least these slots (one number per layer of the model), these budgets,
     and a ring of at least as many places as `places` gives for a number of slots.
     """
-    parts: list[LayerCache | Follower] = []
+    parts: list[Part] = []
     for group, part in zip(layer.groups, layer.parts, strict=True):
         own = budget[:, jnp.array(group.heads)]
         if isinstance(part, LayerCache):
             parts.append(dataclasses.replace(resize(part, slots[group.root]), budget=own))
+            continue
+        if isinstance(part, Merged):
+            assert sharing.merge is not None
+            larger = part.resized(sharing.merge, slots[group.root])
+            parts.append(dataclasses.replace(larger, budget=own))
             continue
         more = max(0, slots[group.root] - part.slots) if part.slots else 0
         longer = max(0, places(part.slots + more) - part.keys.shape[2])
@@ -265,7 +372,10 @@ def resize_shared(
     return dataclasses.replace(layer, parts=tuple(parts))
 
 
-def constrain_part(part: LayerCache | Follower) -> LayerCache | Follower:
+def constrain_part(part: Part) -> Part:
     """Keeps a part divided over a mesh as its axes say."""
+    if isinstance(part, Merged):
+        whole = constrain_fields(part.whole, LAYER_AXES)
+        return dataclasses.replace(constrain_fields(part, MERGED_AXES), whole=whole)
     axes = LAYER_AXES if isinstance(part, LayerCache) else FOLLOWER_AXES
     return constrain_fields(part, axes)

@@ -159,7 +159,7 @@ def run_all(case, blocks, layers, seen, added, fresh):
         )
         extended.append(layer)
         outs.append(out)
-    return np.stack(outs), tuple(map(settle, extended))
+    return np.stack(outs), settle(extended)
 
 
 @pytest.fixture(scope="module")

@@ -306,7 +306,9 @@ def test_a_training_that_was_killed_goes_on_to_the_same_numbers(
     content = bytearray(largest.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
     largest.write_bytes(content)
-    told = rf"checkpoints/6/state is damaged: .*{largest.name} is not as it was written; passed over"
+    told = (
+        rf"checkpoints/6/state is damaged: .*{largest.name} is not as it was written; passed over"
+    )
     with pytest.warns(UserWarning, match=told):
         again = training(damaged)
     for a, b in zip(_weights(whole), _weights(again), strict=True):

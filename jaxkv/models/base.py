@@ -106,7 +106,7 @@ class CausalLM(nnx.Module):
 
             x, layer = (jax.checkpoint(call) if remat else call)(x, lend(layer, done))
             done.append(layer)
-        return x, tuple(map(settle, done))
+        return x, settle(done)
 
 
 def _call_block(block: nnx.Module, *args: Any) -> tuple[Array, Any]:

@@ -9,6 +9,7 @@ out = jaxkv.generate(params, prompt, policy=jaxkv.PoD(plan))
 from jaxkv.pod.adapt import adapt, with_weights
 from jaxkv.pod.cla import CLA, averaged
 from jaxkv.pod.explore import explore, replan
+from jaxkv.pod.minicache import MiniCache
 from jaxkv.pod.pictures import draw
 from jaxkv.pod.plan import PodPlan
 from jaxkv.pod.policy import PoD
@@ -18,6 +19,7 @@ from jaxkv.pod.train import Recipe
 
 __all__ = [
     "CLA",
+    "MiniCache",
     "PoD",
     "PodPlan",
     "Recipe",

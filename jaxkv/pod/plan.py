@@ -85,17 +85,21 @@ class PodPlan:
         return cls.for_config(rows, config)
 
     @classmethod
-    def every(cls, layers: int, config: Config) -> "PodPlan":
-        """The plan under which so many consecutive layers share, in all heads alike.
+    def every(cls, layers: int, config: Config, *, start: int = 0) -> "PodPlan":
+        """The plan under which so many consecutive layers share, from layer `start` on, in all
+        heads alike.
 
         Raises:
-          ValueError: `layers` is not an int >= 1.
+          ValueError: `layers` is not an int >= 1, or `start` not a layer.
 
         """
         if type(layers) is not int or layers < 1:
             raise ValueError(f"layers must be an int >= 1, got {layers!r}")
+        if type(start) is not int or not 0 <= start < config.num_layers:
+            raise ValueError(f"start must be a layer, 0 to {config.num_layers - 1}, got {start!r}")
         rows = [
-            [layer - layer % layers] * config.num_kv_heads for layer in range(config.num_layers)
+            [layer - max(layer - start, 0) % layers] * config.num_kv_heads
+            for layer in range(config.num_layers)
         ]
         return cls.for_config(rows, config)
 

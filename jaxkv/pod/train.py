@@ -103,8 +103,9 @@ def attention_of(policy: Policy) -> dict[str, Any]:
       ValueError: the policy's attention has no such form.
 
     """
-    if policy.sharing is not None and not policy.keeper.evicts:
-        return {"sharing": policy.sharing}
+    sharing = policy.sharing
+    if sharing is not None and not sharing.merge and not policy.keeper.evicts:
+        return {"sharing": sharing}
     if type(policy) is Full:
         return {}
     if isinstance(policy, Window | Streaming) and isinstance(policy.budget, int):

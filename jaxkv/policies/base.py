@@ -350,7 +350,12 @@ def protect(protected: Array, priority: Float[Array, "*shape"]) -> Float[Array, 
 
 _REGISTRY: dict[str, type[Policy]] = {}
 #: Policies that a name is not enough for.
-_WITH_A_PLAN = {"pod": "jaxkv.PoD(plan)", "cla": "jaxkv.CLA(plan)"}
+_WITH_A_PLAN = {
+    "pod": "jaxkv.PoD(plan), with a plan of jaxkv.pod.explore",
+    "cla": "jaxkv.CLA(plan), with a plan such as jaxkv.PodPlan.every(2, params.config)",
+    "minicache": "jaxkv.MiniCache(plan), with a plan such as jaxkv.PodPlan.every(2, params.config, "
+    "start=params.config.num_layers // 2)",
+}
 
 
 def register(policy: type[Policy]) -> type[Policy]:
@@ -389,8 +394,7 @@ def get(policy: "str | Policy", budget: int | float | None = None) -> Policy:
     if isinstance(policy, str):
         if policy in _WITH_A_PLAN:
             raise ValueError(
-                f"{policy!r} needs a plan of which layers share: give policy="
-                f"{_WITH_A_PLAN[policy]}, with a plan of jaxkv.pod.explore"
+                f"{policy!r} needs a plan of which layers share: give policy={_WITH_A_PLAN[policy]}"
             )
         if policy not in _REGISTRY:
             near = difflib.get_close_matches(policy, _REGISTRY, n=1, cutoff=0.5)
