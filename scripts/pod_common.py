@@ -65,6 +65,10 @@ NEAR = Option("near", int, [16, 240], [16, 112], "how many first and latest toke
 PLAN = [
     Option("explore", int, 4, 2, "texts to explore"),
     Option("explore-length", int, 1024, 512, "tokens of each"),
+    Option("returning", int, 480, 240, "the first so many of them come again at the end; 0: none"),
+    Option(
+        "over", str, "min", "min", "how the query heads of a KV head are put together: min, mean"
+    ),
     Option("repair", int, 56, 6, "texts to repair on; 0 leaves repairing out"),
     Option("repair-length", int, 512, 128, "tokens of each"),
 ]
@@ -140,8 +144,15 @@ def explored(
     """A plan, from texts that are not measured on."""
     length = args.explore_length
     rows = jaxkv.pod.pieces(params, texts.fitted, length, count=args.explore)
+    if args.returning:
+        rows = jaxkv.pod.returning(rows, args.returning)
     return jaxkv.pod.explore(
-        params, rows, target_saving=target_saving, length=length, last_rows=min(64, length)
+        params,
+        rows,
+        target_saving=target_saving,
+        length=length,
+        last_rows=min(64, length),
+        over=args.over,
     )
 
 

@@ -14,7 +14,7 @@ from jaxkv.pod.pictures import draw
 from jaxkv.pod.plan import PodPlan
 from jaxkv.pod.policy import PoD
 from jaxkv.pod.repair import repair
-from jaxkv.pod.texts import pieces
+from jaxkv.pod.texts import pieces, returning
 from jaxkv.pod.train import Recipe
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "pieces",
     "repair",
     "replan",
+    "returning",
     "with_weights",
 ]

@@ -26,6 +26,12 @@ def explore(
     count: Annotated[int, typer.Option(help="pieces of text to look at", min=1)] = 4,
     length: Annotated[int, typer.Option(help="tokens of each")] = 1024,
     last_rows: Annotated[int, typer.Option(help="queries at the end of each to compare")] = 64,
+    returning: Annotated[
+        int, typer.Option(help="the first so many tokens of each come again at its end", min=0)
+    ] = 480,
+    over: Annotated[
+        str, typer.Option(help="how query heads of a KV head are put together: min, mean")
+    ] = "min",
     plan: Annotated[Path, typer.Option(help="write the plan here")] = Path("plan.json"),
     picture: Picture = None,
 ) -> None:
@@ -33,9 +39,13 @@ def explore(
     import jaxkv
 
     params = jaxkv.load(model)
+    rows: Any = jaxkv.pod.pieces(params, _read(texts), length, count=count)
+    if returning:
+        rows = jaxkv.pod.returning(rows, returning)
     found = jaxkv.pod.explore(
         params,
-        jaxkv.pod.pieces(params, _read(texts), length, count=count),
+        rows,
+        over=over,  # type: ignore[arg-type]
         threshold=threshold,
         target_saving=target_saving,
         length=length,

@@ -66,3 +66,24 @@ def pieces(
     if count is None:
         return found
     return [found[i] for i in np.linspace(0, len(found) - 1, count).round().astype(int)]
+
+
+def returning(rows: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Rows that end with their own first `count` tokens, in place of their last ones.
+
+    A model reads a passage the second time by looking far back, at the place where it stood: what
+    sharing does to heads that copy shows on such texts, and hardly on others.
+
+    Raises:
+      ValueError: a row has fewer than `2 * count` tokens.
+
+    """
+    if type(count) is not int or count < 1:
+        raise ValueError(f"count must be an int >= 1, got {count!r}")
+    shortest = min(map(len, rows), default=0)
+    if shortest < 2 * count:
+        raise ValueError(
+            f"rows must have at least {2 * count} tokens, that {count} may return, and one has "
+            f"{shortest}"
+        )
+    return [[*row[:-count], *row[:count]] for row in rows]
