@@ -35,9 +35,11 @@ from jaxkv.attention import attend_block
 from jaxkv.models.llama import Llama, LlamaConfig
 from jaxkv.models.params import random_params
 from jaxkv.pallas_kernels.decode import decode
+from jaxkv.pallas_kernels.decode_shared import decode_shared
 from jaxkv.pallas_kernels.dispatch import Choice, kernels
 from jaxkv.policies import get
 from jaxkv.sampling import sampling
+from jaxkv.shared import Sharing
 from jaxkv.statistics import ColumnMaxima, ColumnSums
 
 decode_gpu = pytest.importorskip(
@@ -46,6 +48,7 @@ decode_gpu = pytest.importorskip(
     exc_type=ImportError,
 )
 prompt_gpu = importlib.import_module("jaxkv.pallas_kernels.prompt_gpu")
+decode_shared_gpu = importlib.import_module("jaxkv.pallas_kernels.decode_shared_gpu")
 
 H100 = "NVIDIA H100 80GB HBM3"
 TRITON_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
@@ -228,6 +231,56 @@ def test_numbers_of_a_step(
 
 
 @pytest.mark.parametrize(
+    ("dtype", "dim", "group", "slots", "near", "skip", "window", "cores"),
+    [
+        ("float32", 64, 3, 150, (3, 40), None, None, 132),
+        ("float32", 80, 1, 90, (0, 17), ("predicted", 0.4), None, 132),
+        ("float32", 8, 4, 70, (2, 9), None, 40, 1),
+        ("bfloat16", 64, 4, 301, (4, 60), ("predicted", 0.4), 200, 132),
+        ("bfloat16", 128, 16, 130, (1, 30), None, None, 1),
+    ],
+)
+def test_numbers_of_a_shared_step(
+    interpreted, compiled_quickly, monkeypatch, dtype, dim, group, slots, near, skip, window, cores
+):
+    """Seen to fail when a part meets the other's tokens, far queries are the near ones, a head that
+    is skipped reads, or a sequence that has ended writes into its ring.
+    """
+    monkeypatch.setattr(decode_gpu, "target", lambda: decode_gpu.Target(90, cores))
+    sharing = Sharing(((0,), (0,)), *near, skip=skip)
+    arguments, there = kernel_cases.decode_shared(0, 3, 2, group, dim, slots, sharing, dtype)
+    options = {"sharing": sharing, "window": window}
+    plain = jax.jit(functools.partial(decode_shared.plain, **options))
+    if skip is not None:
+        # The gate is a little below tau in the first KV head, and a little above it in the second,
+        # but for one of several query heads of the first sequence.
+        ring = plain(*in_float32(arguments))[1]
+        queries = np.asarray(arguments[0], np.float32).reshape(3, 2, group, dim)
+        logits = np.einsum("bkgd,bksd->bkgs", queries, ring) * dim**-0.5
+        held = (np.asarray(arguments[8]) < slots)[:, :, None]
+        near_lse = jax.nn.logsumexp(np.where(held, logits, -np.inf), -1)
+        apart = np.log(skip[1] / (1 - skip[1])) + np.full((3, 2, group), 0.1)
+        apart[:, 0] -= 0.2
+        apart[0, 1, 1:] -= 0.2
+        arguments = (*arguments[:11], jnp.array(near_lse - apart, jnp.float32))
+    decode_shared_gpu.check(*arguments, **options)
+    out, ring, values, counts = decode_shared_gpu.run(*arguments, **options)
+
+    wanted, wanted_ring, wanted_values, wanted_counts = plain(*in_float32(arguments))
+    assert (out.dtype, out.shape) == (arguments[0].dtype, arguments[0].shape)
+    close(out, wanted, TOLERANCE[dtype])
+    assert not np.any(out[2]), "a sequence that has ended gives nothing"
+    assert (ring.dtype, values.dtype) == (out.dtype, out.dtype)
+    np.testing.assert_array_equal(np.asarray(ring, np.float32), wanted_ring)
+    found = np.asarray(values, np.float32)
+    there = there[:, :, None]
+    np.testing.assert_array_equal(np.where(there, found, 0), np.where(there, wanted_values, 0))
+    if skip is not None:
+        np.testing.assert_array_equal(counts, wanted_counts)
+        assert 0 < counts[..., 0].sum() < counts[..., 1].sum()
+
+
+@pytest.mark.parametrize(
     ("dtype", "dim", "group", "t", "before", "statistic", "window"),
     [
         ("float32", 64, 3, 75, 0, ColumnSums(), None),
@@ -284,6 +337,10 @@ def test_what_is_refused(gpu):
     ]:
         with pytest.raises(NotImplementedError, match=told):
             decode_gpu.check(*arguments, statistics=statistics)
+    exact = Sharing(((0,), (0,)), 2, 6, skip=("exact", 0.7))
+    shared, _ = kernel_cases.decode_shared(0, 3, 2, 1, 16, 40, exact)
+    with pytest.raises(NotImplementedError, match="'predicted', got 'exact'"):
+        decode_shared_gpu.check(*shared, sharing=exact)
     block = kernel_cases.prompt(0, 3, 2, 1, 16, 8, 0)
     with pytest.raises(NotImplementedError, match="distances must be exact"):
         prompt_gpu.check(*block, window=None, layer=jnp.int32(0), far=object())
@@ -349,6 +406,26 @@ def calls(monkeypatch, dtype: str, dim: int, capability: int) -> list[tuple]:
         None,
         statistics=sums,
     )
+    near = 256
+    with monkeypatch.context() as patch:
+        # Only shapes go around.
+        patch.setattr(decode_shared_gpu.lax, "optimization_barrier", lambda arrays: arrays)
+        patch.setattr(decode_shared_gpu.jnp, "concatenate", lambda both, axis: both[0])
+        decode_shared_gpu.run(
+            array(batch, kv_heads * group, dim),
+            array(batch, kv_heads * group, dim),
+            array(batch, kv_heads, dim),
+            array(batch, kv_heads, dim),
+            array(batch, kv_heads, near, dim),
+            array(batch, kv_heads, dim, slots),
+            array(batch, kv_heads, slots, dim),
+            array(batch, kv_heads, slots, dtype="int32"),
+            array(batch, kv_heads, near, dtype="int32"),
+            array(batch, kv_heads, dtype="int32"),
+            jnp.zeros((batch,), jnp.int32),
+            None,
+            sharing=Sharing(((0,), (0,)), 16, near - 16),
+        )
     with monkeypatch.context() as patch:
         patch.setattr(prompt_gpu.jnp, "max", lambda array, axis: array)
         prompt_gpu.run(
@@ -419,12 +496,19 @@ def test_kernels_build(monkeypatch, tmp_path, capability, dtype, dim):
     assert [kernel.__name__ for kernel, *_ in found] == [
         "decode_split",
         "decode_join",
+        "shared_near",
+        "shared_far",
+        "decode_join",
         "prompt_attend",
         "prompt_collect",
     ]
-    # Time is short: elsewhere the two that read values.
+    # The same again, for no statistic.
+    del found[4]
+    # Time is short: elsewhere those that read values.
     if capability != 90:
-        found = found[::2]
+        found = [
+            call for call in found if call[0].__name__ not in ("decode_join", "prompt_collect")
+        ]
     for kernel, arrays, options in found:
         built = build(kernel, arrays, options, capability)
         used = {"shared": built.metadata.shared, **resources(built.asm["cubin"])}
@@ -464,9 +548,10 @@ device_description_str: "%s"
 """
 
 
-def compile_for_gpu(prompt: bool) -> dict[str, Any]:
+def compile_for_gpu(prompt: bool, shared: bool = False) -> dict[str, Any]:
     """Compiles the loop of decoding, or the reading of a prompt after another, for an H100 that is
-    not there, and looks at the program.
+    not there, and looks at the program. `shared`: of two layers, the second reads the first one's
+    distant keys.
     """
     described = topologies.get_topology_desc(
         "h100", "cuda", target_config=TARGET_CONFIG % H100, topology="1x1x1"
@@ -479,13 +564,15 @@ def compile_for_gpu(prompt: bool) -> dict[str, Any]:
             "vocab_size": 512,
             "hidden_size": 256,
             "intermediate_size": 384,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": 1 + shared,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 2048,
         }
     )
     batch, slots, t, policy = 2, 1024, 256, get("h2o", 1023)
+    if shared:
+        policy = jaxkv.PoD(jaxkv.PodPlan.every(2, config), sinks=16, recent=240)
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def shapes(make: Callable[[], Any]) -> Any:
@@ -517,10 +604,11 @@ def compile_for_gpu(prompt: bool) -> dict[str, Any]:
             lowered = loops.decode.program.lower(params, loop, options, eos, steps, policy)
     compiled = lowered.compile()
     hlo = compiled.as_text()
-    of_cache = [
+    of_cache = {
         f"bf16[{','.join(map(str, array.shape))}]"
-        for array in (cache.layers[0].keys, cache.layers[0].values)
-    ]
+        for array in jax.tree.leaves(cache)
+        if array.ndim == 4
+    }
     return {
         "chosen": {name: choices["gpu"] for name, choices in kernels().items()},
         "calls per layer": hlo.count('custom_call_target="triton_kernel_call"') / config.num_layers,
@@ -552,6 +640,18 @@ def test_a_step_compiles_for_a_gpu_and_changes_the_cache_in_place(compiler):
     print(found)
     assert found["chosen"]["decode"] == Choice("triton", {})
     assert found["calls per layer"] == 2
+    assert found["aliased"] >= found["cache"]
+    assert found["temporary"] < found["cache"] / 2
+    assert all(found["mentions of keys and values"])
+    assert not found["copies of them"]
+
+
+def test_a_shared_step_compiles_for_a_gpu_and_changes_the_cache_in_place(compiler):
+    found = compiler.submit(compile_for_gpu, False, True).result()
+    print(found)
+    assert found["chosen"]["decode_shared"] == Choice("triton", {})
+    # Two in the root, three in the layer that follows.
+    assert found["calls per layer"] == 5 / 2
     assert found["aliased"] >= found["cache"]
     assert found["temporary"] < found["cache"] / 2
     assert all(found["mentions of keys and values"])

@@ -184,15 +184,12 @@ def run(
     heads = queries.shape[1]
     group = heads // kv_heads
     statistic = column_sums(statistics)
-    padded_dim = power_of_two(dim, 16)
-    block = max(16, _TILE_BYTES // (padded_dim * keys.dtype.itemsize))
-    block = min(block, power_of_two(slots, 16))
-    splits, split = _split(batch * kv_heads, slots, block, target().cores)
+    splits, split, block = parts_of(keys, batch * kv_heads, slots)
     sizes: dict[str, Any] = {
         "group": group,
         "padded_group": power_of_two(group),
         "dim": dim,
-        "padded_dim": padded_dim,
+        "padded_dim": power_of_two(dim, 16),
         "slots": slots,
         "splits": splits,
     }
@@ -244,6 +241,15 @@ def run(
         add=base is not None,
     )
     return out, keys, values, () if statistic is None else (received,)
+
+
+def parts_of(keys: Array, rows: int, slots: int) -> tuple[int, int, int]:
+    """Parts that the `slots` slots of each of `rows` KV heads are cut into, slots of a part, and
+    how many of them are read at once.
+    """
+    block = max(16, _TILE_BYTES // (power_of_two(keys.shape[3], 16) * keys.dtype.itemsize))
+    block = min(block, power_of_two(slots, 16))
+    return (*_split(rows, slots, block, target().cores), block)
 
 
 def refuse_interpreter(interpret: bool) -> None:

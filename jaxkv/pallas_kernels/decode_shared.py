@@ -220,5 +220,9 @@ decode_shared = Operation(
         (*_HEADS, None),
     ),
     out_axes=(("batch", "heads", None), *((*_HEADS, None, None),) * 2, (*_HEADS, None)),
-    overrides={"mosaic": "decode_shared_tpu", "native": "decode_shared_cpu"},
+    overrides={
+        "mosaic": "decode_shared_tpu",
+        "triton": "decode_shared_gpu",
+        "native": "decode_shared_cpu",
+    },
 )

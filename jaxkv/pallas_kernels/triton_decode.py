@@ -1,5 +1,6 @@
 """The kernels of `decode_gpu`, in Triton and nothing else: they know no JAX, so that Triton's
-interpreter and compiler can be asked about them on any machine. So are those of `triton_prompt`.
+interpreter and compiler can be asked about them on any machine. So are those of `triton_prompt` and
+`triton_shared`.
 
 Arrays are contiguous. Every size is a compile-time constant, as in the program around them. Where
 a size is no power of two, as Triton wants them, the next one is used and the rest is masked. The
@@ -25,6 +26,23 @@ def see(query_positions, key_positions, window: tl.constexpr):
 def finite(highest):
     """A maximum to subtract, also where nothing was seen."""
     return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def absorb(logit, v, seen, top, sums, out):
+    """Adds a block of slots to a softmax: its highest logit, its sum, and the weighed values.
+
+    `logit` is [block, group], -inf where not `seen`, `v` [dim, block], `out` [dim, group].
+    """
+    new_top = tl.maximum(top, tl.max(logit, 0))
+    shift = finite(new_top)
+    weights = tl.exp2(logit - shift[None, :])
+    shrink = tl.exp2(top - shift)
+    sums = sums * shrink + tl.sum(weights, 0)
+    # Empty slots may hold anything, also NaN, which no weight of 0 would remove.
+    v = tl.where(seen[None, :], v, 0.0)
+    out = tl.dot(v, weights.to(v.dtype), out * shrink[None, :], input_precision="ieee")
+    return new_top, sums, out
 
 
 @triton.jit
@@ -109,19 +127,12 @@ def decode_split(
                 tl.where((slot == own)[:, None], new_logit[None, :], logit),
                 mask=real[:, None] & g_real[None, :],
             )
-        new_top = tl.maximum(top, tl.max(logit, 0))
-        shift = finite(new_top)
-        weights = tl.exp2(logit - shift[None, :])
-        shrink = tl.exp2(top - shift)
-        sums = sums * shrink + tl.sum(weights, 0)
         v = tl.load(
             values + d[:, None] * slots + slot[None, :],
             mask=d_real[:, None] & real[None, :],
             other=0.0,
         )
-        v = tl.where(seen[None, :], v, 0.0)
-        out = tl.dot(v, weights.to(v.dtype), out * shrink[None, :], input_precision="ieee")
-        top = new_top
+        top, sums, out = absorb(logit, v, seen, top, sums, out)
     if mine:
         # After the loop; no other program reads this slot.
         tl.store(keys_out + wide * slots * dim + own * dim + d, new_key, mask=d_real)
