@@ -10,7 +10,9 @@ import numpy as np
 
 from jaxkv import ColumnSums
 from jaxkv.pallas_kernels.decode import decode
+from jaxkv.pallas_kernels.decode_shared import decode_shared
 from jaxkv.pallas_kernels.prompt import prompt
+from jaxkv.shared import Sharing
 
 STEP_CASES = [
     # dtype, batch, KV heads, query heads of each, head dim, slots, statistic, window
@@ -33,6 +35,15 @@ PROMPT_CASES = [
     ("bfloat16", 1, 2, 80, 640, 0, ColumnSums("max"), 100),
     ("bfloat16", 1, 2, 256, 512, 128, None, None),
     ("float16", 2, 2, 96, 512, 0, ColumnSums(), None),
+]
+SHARED_CASES = [
+    # dtype, batch, KV heads, query heads of each, head dim, slots, first and latest tokens that are
+    # near, whether heads may skip, window
+    ("float32", 3, 2, 3, 64, 1000, (4, 124), False, None),
+    ("float32", 2, 2, 4, 128, 4096, (16, 1008), True, 3000),
+    ("bfloat16", 2, 8, 4, 128, 8192, (16, 4080), False, None),
+    ("bfloat16", 3, 2, 8, 128, 1111, (16, 240), True, None),
+    ("float16", 2, 4, 1, 96, 2048, (0, 200), True, 1500),
 ]
 #: Largest error of an output beside the largest output, and of a statistic beside the largest one.
 LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
@@ -127,6 +138,74 @@ def step_errors(case: tuple, waste: float) -> tuple[float, float]:
     return error(out, wanted.reshape(out.shape)), error(*received, wanted_received)
 
 
+def shared_errors(case: tuple, waste: float) -> tuple[float, float]:
+    """The error of a step of heads that share distant keys, infinite if it writes a wrong cache or
+    skips otherwise than it should. The last sequence has half as many tokens.
+    """
+    dtype, batch, kv_heads, group, dim, slots, (sinks, recent), skips, window = case
+    sharing = Sharing(((0,), (0,)), sinks, recent, ("predicted", 0.5) if skips else None)
+    rng = np.random.default_rng(slots)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+    length = np.full(batch, slots - 1)
+    length[-1] = max(slots // 2, sharing.near + 1)
+    position = (length - 1).astype(np.int32)
+    positions = np.where(np.arange(slots) < length[:, None], np.arange(slots), -1)
+    positions = np.repeat(positions[:, None], kv_heads, 1).astype(np.int32)
+    held = np.asarray(sharing.seated(jnp.array(position), sharing.near))
+    seat = np.asarray(sharing.seats(jnp.array(position)))
+    ring = np.repeat(held[:, None], kv_heads, 1).astype(np.int32)
+    free = np.repeat(position[:, None], kv_heads, 1)
+    queries, far_queries = normal(2, batch, kv_heads * group, dim)
+    key, value = normal(2, batch, kv_heads, dim)
+    near_keys, keys = (
+        normal(batch, kv_heads, sharing.near, dim),
+        normal(batch, kv_heads, slots, dim),
+    )
+    values = normal(batch, kv_heads, dim, slots)
+    keys[positions < 0] = waste
+    np.moveaxis(values, 2, 3)[positions < 0] = waste
+    # Nothing of the first KV head is far away, as its root says, and nearly all of the others.
+    root_far = np.where(np.arange(kv_heads)[:, None] == 0, -20, 20) + np.zeros((batch, 1, group))
+    run = jax.jit(functools.partial(decode_shared, sharing=sharing, window=window))
+    out, new_ring, new_values, counts = run(
+        *(queries, far_queries, key, value, near_keys, values, keys, positions, ring, free),
+        *(position, root_far.astype(np.float32)),
+    )
+    rows = np.arange(batch)
+    near_keys[rows, :, seat], values[rows, :, :, position] = key, value
+    skipped = np.zeros((batch, kv_heads), bool)
+    skipped[:, 0] = skips
+    right = np.asarray(new_ring).tobytes() == near_keys.tobytes()
+    right &= np.asarray(new_values).tobytes() == values.tobytes()
+    if skips:
+        right &= bool(np.all(np.asarray(counts) == np.stack([skipped, np.ones_like(skipped)], -1)))
+    if not right:
+        return float("inf"), 0.0
+
+    def wide(x: np.ndarray) -> np.ndarray:
+        return np.nan_to_num(np.asarray(x, np.float64))
+
+    grouped = (wide(x).reshape(batch, kv_heads, group, dim) for x in (queries, far_queries))
+    logits, far = (
+        np.einsum("bkgd,bksd->bkgs", q, wide(k))
+        for q, k in zip(grouped, (near_keys, keys), strict=True)
+    )
+    distance = position[:, None, None] - positions
+    near = (positions < sinks) | (distance < recent)
+    at = np.clip(np.asarray(sharing.seats(jnp.array(positions))), 0, sharing.near - 1)
+    logits = np.take_along_axis(logits, np.repeat(at[:, :, None], group, 2), -1)
+    logits = np.where(near[:, :, None], logits, far) * dim**-0.5
+    seen = (positions >= 0) & (near | ~skipped[..., None])
+    if window is not None:
+        seen &= distance < window
+    weights = np.where(seen[:, :, None], np.exp(logits - logits.max(-1, keepdims=True)), 0)
+    wanted = np.einsum("bkgs,bkds->bkgd", weights, wide(values)) / weights.sum(-1)[..., None]
+    return error(out, wanted.reshape(out.shape)), 0.0
+
+
 def prompt_errors(case: tuple, waste: float) -> tuple[float, float]:
     """Errors of output and statistic of a block of new tokens, the second sequence's padded."""
     dtype, kv_heads, group, dim, t, before, statistic, window = case
@@ -177,6 +256,7 @@ def check_numbers(chosen: Callable[[str], str], *, plain: bool) -> list[dict]:
     for name, cases, errors in (
         ("decode", STEP_CASES, step_errors),
         ("prompt", PROMPT_CASES, prompt_errors),
+        ("decode_shared", SHARED_CASES, shared_errors),
     ):
         for case in cases[:2] if plain else cases:
             dtype, *sizes, statistic, window = case
@@ -187,7 +267,7 @@ def check_numbers(chosen: Callable[[str], str], *, plain: bool) -> list[dict]:
                     "operation": name,
                     "dtype": dtype,
                     "sizes": " ".join(map(str, sizes)),
-                    "statistic": "" if statistic is None else repr(statistic),
+                    "statistic": repr(statistic) if isinstance(statistic, ColumnSums) else "",
                     "window": window,
                     "kernels": chosen(name),
                     "error": of_output,
