@@ -6,7 +6,8 @@ keys and to distant ones with its root's, and stores what its root stores.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,11 +18,21 @@ from jaxkv.attention import Far, attend_slots, visible
 from jaxkv.cache import LayerCache
 from jaxkv.extend import NewTokens, extend
 from jaxkv.merged import follow_merged
-from jaxkv.pallas_kernels.decode_shared import decode_shared, far_lse
+from jaxkv.pallas_kernels.decode_shared import Pieces, decode_groups, far_lse
 from jaxkv.pallas_kernels.prompt import prompt
 from jaxkv.policies.base import Policy
 from jaxkv.positions import turn
-from jaxkv.shared import Follower, Lent, Merged, SharedLayer, by_head, constrain_part
+from jaxkv.shared import (
+    Follower,
+    Group,
+    Lent,
+    Merged,
+    Part,
+    SharedLayer,
+    by_head,
+    constrain_part,
+    take_heads,
+)
 
 
 def extend_layer(
@@ -53,47 +64,91 @@ def extend_layer(
     batch, t, heads, dim = queries.shape
     kv_heads = keys.shape[2]
     grouped = queries.reshape(batch, t, kv_heads, heads // kv_heads, dim)
-    outs, parts, lent, returned = [], [], [], []
-    for group, part, given in zip(layer.groups, layer.parts, layer.lent, strict=True):
-        own = jnp.array(group.heads)
-        whole = group.heads == tuple(range(kv_heads))
-        q, k, v = (x if whole else x[:, :, own] for x in (grouped, keys, values))
-        back = None
+    ready = _Ready.of(grouped, keys, new, far_map, layer.parts)
+    parts: list[Part] = list(layer.parts)
+    lent: list[Lent | None] = [
+        given if group.lends else None
+        for group, given in zip(layer.groups, layer.lent, strict=True)
+    ]
+    returned: list[Any] = [None] * len(parts)
+    #: Outputs, and the groups that they are of.
+    outs: list[tuple[tuple[Group, ...], Array]] = []
+    #: Groups that take a step in one call.
+    together: list[int] = []
+    for i, (group, part, given) in enumerate(
+        zip(layer.groups, layer.parts, layer.lent, strict=True)
+    ):
+        v = take_heads(values, group.heads, 2)
         if isinstance(part, LayerCache):
-            weight = output if whole or output is None else _columns(output, own, kv_heads)
+            q, k = (take_heads(x, group.heads, 2) for x in (grouped, keys))
+            weight = None if output is None else _columns(output, group.heads, kv_heads)
             flat = q.reshape(batch, t, -1, dim)
-            out, after = extend(flat, k, v, part, new, policy, output=weight, **options)
+            out, parts[i] = extend(flat, k, v, part, new, policy, output=weight, **options)
             out = out.reshape(q.shape)
-            lent.append(
-                _lend(q, k, v, part, after, new, policy, sharing, window) if group.lends else None
-            )
+            if group.lends:
+                lent[i] = _lend(q, k, v, part, parts[i], new, policy, sharing, window)
+        elif isinstance(part, Follower) and not sharing.values and t == 1 and not new.fresh:
+            together.append(i)
+            continue
         else:
             assert given is not None
-            q_far = q
-            if far_map is not None:
-                maps = far_map.reshape(kv_heads, -1, dim, dim)[own]
-                q_far = jnp.einsum("btkgd,kgde->btkge", q, maps)
+            assert ready is not None
+            q, q_far, k = (take_heads(x, group.heads, 2) for x in ready)
             if isinstance(part, Merged):
-                q, k = turned(q, new), turned(k, new)
-                out, after, back = follow_merged(
+                out, parts[i], returned[i] = follow_merged(
                     q, k, v, part, given, new, sharing.merge, window, index
                 )
             elif sharing.values:
-                out, after = _follow_all(q_far, part, given, new, index, window)
+                out, parts[i] = _follow_all(q_far, part, given, new, index, window)
             else:
-                out, after = _follow(q, q_far, k, v, part, given, new, sharing, index, window)
-            lent.append(given if group.lends else None)
-        outs.append(out)
-        parts.append(constrain_part(after))
-        returned.append(back)
-    out = by_head(layer.groups, outs, 2).reshape(queries.shape)
+                out, parts[i] = _follow_block(
+                    q, q_far, k, v, part, given, new, sharing, index, window
+                )
+        outs.append(((group,), out))
+    if together:
+        out, changed = _follow_step(ready, values, layer, together, new, sharing, window)
+        outs.append((tuple(layer.groups[i] for i in together), out))
+        for i, part in zip(together, changed, strict=True):
+            parts[i] = part
+    order = [group for groups, _ in outs for group in groups]
+    out = by_head(order, [out for _, out in outs], 2).reshape(queries.shape)
+    parts = list(map(constrain_part, parts))
     return out, SharedLayer(tuple(parts), layer.groups, tuple(lent), tuple(returned))
 
 
-def _columns(output: Array, own: Array, kv_heads: int) -> Array:
+class _Ready(NamedTuple):
+    """What groups that follow meet keys with, rotated; all heads of a layer at once, since many
+    small operations would take longer than the few that are not needed.
+    """
+
+    queries: Float[Array, "batch t kv_heads group dim"]
+    #: For the keys of another layer.
+    far_queries: Float[Array, "batch t kv_heads group dim"]
+    keys: Float[Array, "batch t kv_heads dim"]
+
+    @classmethod
+    def of(
+        cls,
+        queries: Float[Array, "batch t kv_heads group dim"],
+        keys: Float[Array, "batch t kv_heads dim"],
+        new: NewTokens,
+        far_map: Float[Array, "heads dim dim"] | None,
+        parts: Sequence[Part],
+    ) -> "_Ready | None":
+        """None if no group follows."""
+        if all(isinstance(part, LayerCache) for part in parts):
+            return None
+        near = far = turned(queries, new)
+        if far_map is not None:
+            maps = far_map.reshape(*queries.shape[2:4], *far_map.shape[1:])
+            far = turned(jnp.einsum("btkgd,kgde->btkge", queries, maps), new)
+        return cls(near, far, turned(keys, new))
+
+
+def _columns(output: Array, heads: Sequence[int], kv_heads: int) -> Array:
     """The columns of an output projection that belong to some KV heads."""
     columns = output.reshape(output.shape[0], kv_heads, -1)
-    return columns[:, own].reshape(output.shape[0], -1)
+    return take_heads(columns, heads, 1).reshape(output.shape[0], -1)
 
 
 def turned(x: Array, new: NewTokens) -> Array:
@@ -153,40 +208,40 @@ def _slots_of_ring(met, new, policy, sharing):
     return ring.at[b, k, seat].set(jnp.arange(count), mode="drop")
 
 
-def _follow(q, q_far, k, v, part, lent, new, sharing, index, window):
-    batch, t, kv_heads, group, dim = q.shape
-    q, q_far, k = (turned(x, new) for x in (q, q_far, k))
-    if t == 1 and not new.fresh:
-        ring = lent.ring[..., : part.keys.shape[2]]
-        out, keys, values, counts = decode_shared(
-            q.reshape(batch, kv_heads * group, dim),
-            q_far.reshape(batch, kv_heads * group, dim),
-            k[:, 0],
-            v[:, 0],
+def _follow_step(ready, values, layer, together, new, sharing, window):
+    """A step of some groups that follow: their output, one after the other, and what they store."""
+    parts, lents = ([of[i] for i in together] for of in (layer.parts, layer.lent))
+    groups = tuple(
+        Pieces(
             part.keys,
             part.values,
             lent.keys,
             lent.positions,
-            ring,
+            lent.ring[..., : part.keys.shape[2]],
             lent.free,
-            new.positions[:, 0],
             lent.far,
-            sharing=sharing,
-            window=window,
         )
-        skipped = None if counts is None else part.skipped + counts
-        out = out.reshape(q.shape)
-    else:
-        out, keys, values = _follow_block(q, q_far, k, v, part, lent, new, sharing, index, window)
-        skipped = part.skipped
-    count = jnp.sum(lent.after >= 0, -1, dtype=jnp.int32)
-    return out, Follower(keys, values, part.budget, count, skipped)
+        for part, lent in zip(parts, lents, strict=True)
+    )
+    out, changed = decode_groups(
+        *(x[:, 0] for x in (*ready, values)),
+        new.positions[:, 0],
+        groups,
+        heads=tuple(layer.groups[i].heads for i in together),
+        sharing=sharing,
+        window=window,
+    )
+    after = []
+    for part, lent, now in zip(parts, lents, changed, strict=True):
+        count = jnp.sum(lent.after >= 0, -1, dtype=jnp.int32)
+        skipped = None if now.counts is None else part.skipped + now.counts
+        after.append(Follower(now.near_keys, now.values, part.budget, count, skipped))
+    return out[:, None], after
 
 
 def _follow_all(q, part, lent, new, index, window):
     """Attends to all that the root attended to; stores nothing."""
     batch, t, kv_heads, group, dim = q.shape
-    q = turned(q, new)
     options: dict[str, Any] = {"statistics": (), "layer": index}
     if t == 1 and not new.fresh:
         position = new.positions[:, 0]
@@ -248,4 +303,5 @@ def _follow_block(q, q_far, k, v, part, lent, new, sharing, index, window):
     fill = (lent.after >= 0) & (came >= 0)
     values = jnp.where(fill[:, :, None], taken, part.values)
     out, keys, values = lax.optimization_barrier((jnp.moveaxis(out, 3, 1), keys, values))
-    return out, keys, values
+    count = jnp.sum(lent.after >= 0, -1, dtype=jnp.int32)
+    return out, Follower(keys, values, part.budget, count, part.skipped)

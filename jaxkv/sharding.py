@@ -149,6 +149,11 @@ def by_device(
     )(*arrays)
 
 
+def on_mesh() -> bool:
+    """Whether what is being traced is divided over a mesh."""
+    return _ambient() is not None
+
+
 def constrain_fields(tree: Tree, axes: dict[str, tuple[str, ...]]) -> Tree:
     """`constrain` for the fields of a dataclass."""
     if _ambient() is None:

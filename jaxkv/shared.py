@@ -292,6 +292,15 @@ def by_head(groups: Sequence[Group], parts: Sequence[Array], axis: int = 1) -> A
     return jnp.take(joined, np.argsort(order), axis)
 
 
+def take_heads(array: Array, heads: Sequence[int], axis: int) -> Array:
+    """Some KV heads, along an axis."""
+    if tuple(heads) == tuple(range(array.shape[axis])):
+        return array
+    if tuple(heads) == tuple(range(heads[0], heads[-1] + 1)):
+        return jax.lax.slice_in_dim(array, heads[0], heads[-1] + 1, axis=axis)
+    return jnp.take(array, np.array(heads), axis)
+
+
 def empty_follower(
     sharing: Sharing,
     budget: Int[Array, "batch kv_heads"],

@@ -85,13 +85,13 @@ def without_nan(arguments):
     )
 
 
-def decode_shared(seed, batch, kv_heads, group, dim, slots, sharing, dtype=jnp.float32):
+def decode_shared(seed, batch, kv_heads, group, dim, slots, sharing, dtype=jnp.float32, empty=1):
     """A step of heads that follow a root: slots in order of position, as where nothing is dropped.
-    The first sequence is nearly full, the second has few tokens more than near ones, the third has
-    ended. Returns the arguments, and which slots hold a token.
+    The first sequence fills all but `empty` slots, the second has few tokens more than near ones,
+    the third has ended. Returns the arguments, and which slots hold a token.
     """
     rng = np.random.default_rng(seed)
-    length = np.array([slots - 1, sharing.near + 20, sharing.near + 30])[:batch]
+    length = np.array([slots - empty, sharing.near + 20, sharing.near + 30])[:batch]
     position = np.where(np.arange(batch) == 2, -1, length - 1)
     positions = np.where(np.arange(slots) < length[:, None], np.arange(slots), -1)
     positions = np.repeat(positions[:, None], kv_heads, 1).astype(np.int32)

@@ -29,7 +29,7 @@ from jaxkv.pallas_kernels import (
     write_tpu,
 )
 from jaxkv.pallas_kernels.decode import decode
-from jaxkv.pallas_kernels.decode_shared import decode_shared, far_lse
+from jaxkv.pallas_kernels.decode_shared import Pieces, decode_shared, far_lse
 from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
 from jaxkv.pallas_kernels.gather import gather
 from jaxkv.pallas_kernels.linear import linear
@@ -283,12 +283,36 @@ def test_a_native_shared_step_is_the_plain_step(native_kernels, case, parts, mon
     shape, options = (SHARED | {"exact": exact})[case]
     options = {"window": options.get("window"), "skip": options.get("skip")}
     sharing = Sharing(((0,), (0,)), sinks=3, recent=128, skip=options.pop("skip"))
-    arguments, there = kernel_cases.decode_shared(0, *shape, sharing)
-    arguments = (*arguments[:5], jnp.nan_to_num(arguments[5]), *arguments[6:])
     options["sharing"] = sharing
-    decode_shared_cpu.check(*arguments, **options)
-    run = jax.jit(functools.partial(decode_shared_cpu.run, **options))
-    check_shared_step(arguments, there, run(*arguments), options)
+    # Two groups of heads whose roots have different slots; the layer has heads of neither.
+    groups, theres = [], []
+    for seed, more in enumerate((0, 40)):
+        arguments, there = kernel_cases.decode_shared(
+            seed, *shape[:4], shape[4] + more, sharing, empty=1 + more
+        )
+        groups.append((*arguments[:5], jnp.nan_to_num(arguments[5]), *arguments[6:]))
+        theres.append(there)
+    batch, kv_heads, group, dim = shape[:4]
+    heads = (tuple(range(1, 1 + kv_heads)), tuple(range(kv_heads + 2, 2 * kv_heads + 2)))
+    given = [
+        jnp.full((batch, 2 * kv_heads + 3, *x.shape[2:]), jnp.nan)
+        for x in (
+            *(groups[0][i].reshape(batch, kv_heads, group, dim) for i in (0, 1)),
+            *groups[0][2:4],
+        )
+    ]
+    for own, arguments in zip(heads, groups, strict=True):
+        for i, array in enumerate(given):
+            part = arguments[i].reshape(batch, kv_heads, *array.shape[2:])
+            given[i] = array.at[:, jnp.array(own)].set(part)
+    pieces = tuple(Pieces(*arguments[4:10], arguments[11]) for arguments in groups)
+    call = (*given, groups[0][10], pieces)
+    decode_shared_cpu.check(*call, heads=heads, **options)
+    run = jax.jit(functools.partial(decode_shared_cpu.run, heads=heads, **options))
+    out, changed = run(*call)
+    for i, (arguments, there) in enumerate(zip(groups, theres, strict=True)):
+        own = out[:, i * kv_heads : (i + 1) * kv_heads].reshape(batch, -1, dim)
+        check_shared_step(arguments, there, (own, *changed[i]), options)
 
 
 @pytest.mark.parametrize("case", SHARED)

@@ -9,7 +9,7 @@ The far part of a KV head may be skipped when the near part alone has nearly all
 every query head of the group (keys and values are read once for all of them).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxkv.attention import visible
 from jaxkv.pallas_kernels.decode import check_dtypes
 from jaxkv.pallas_kernels.dispatch import Operation
 from jaxkv.pallas_kernels.write import write
-from jaxkv.shared import Sharing
+from jaxkv.shared import Sharing, take_heads
 
 _MASKED = -1e30
 
@@ -187,6 +187,73 @@ def _check(queries: Any, far_queries: Any, key: Any, value: Any, near_keys: Any,
     check_dtypes(queries=queries, far_queries=far_queries, keys=rest[1], near_keys=near_keys)
 
 
+class Pieces(NamedTuple):
+    """Of a group of KV heads, what `decode_shared` takes beside the new token."""
+
+    near_keys: Float[Array, "batch kv_heads near dim"]
+    values: Float[Array, "batch kv_heads dim slots"]
+    keys: Float[Array, "batch kv_heads slots dim"]
+    positions: Int[Array, "batch kv_heads slots"]
+    ring: Int[Array, "batch kv_heads near"]
+    free: Int[Array, "batch kv_heads"]
+    root_far: Float[Array, "batch kv_heads group"] | None
+
+
+class Changed(NamedTuple):
+    """What has come of a group."""
+
+    near_keys: Float[Array, "batch kv_heads near dim"]
+    values: Float[Array, "batch kv_heads dim slots"]
+    counts: Int[Array, "batch kv_heads 2"] | None
+
+
+def _plain_groups(
+    queries: Float[Array, "batch kv_heads group dim"],
+    far_queries: Float[Array, "batch kv_heads group dim"],
+    key: Float[Array, "batch kv_heads dim"],
+    value: Float[Array, "batch kv_heads dim"],
+    position: Int[Array, " batch"],
+    groups: tuple[Pieces, ...],
+    *,
+    heads: tuple[tuple[int, ...], ...],
+    sharing: Sharing,
+    window: int | None = None,
+) -> tuple[Float[Array, "batch heads group dim"], tuple[Changed, ...]]:
+    """The groups of a layer that follow, one after the other.
+
+    Args:
+      queries, far_queries, key, value: of all KV heads of the layer.
+      position: of the new token.
+      groups: what else `decode_shared` takes.
+      heads: which heads belong to which group.
+      sharing, window: as there.
+
+    Returns:
+      The output of the heads of the first group, then of the second, and so on; and what has come
+      of each group.
+
+    """
+    outs, changed = [], []
+    for own, pieces in zip(heads, groups, strict=True):
+        q, far, k, v = (take_heads(x, own, 1) for x in (queries, far_queries, key, value))
+        flat = (q.shape[0], -1, q.shape[3])
+        out, *rest = decode_shared(
+            q.reshape(flat),
+            far.reshape(flat),
+            *(k, v, *pieces[:6], position, pieces.root_far),
+            sharing=sharing,
+            window=window,
+        )
+        outs.append(out.reshape(q.shape))
+        changed.append(Changed(*rest))
+    return (outs[0] if len(outs) == 1 else jnp.concatenate(outs, 1)), tuple(changed)
+
+
+def _check_groups(*arrays: Any, **options: Any) -> None:
+    """Each group is checked by itself."""
+    del arrays, options
+
+
 def _check_far_lse(queries: Any, keys: Any, *rest: Any, **options: Any) -> None:
     del rest, options
     check_dtypes(queries=queries, keys=keys)
@@ -220,9 +287,14 @@ decode_shared = Operation(
         (*_HEADS, None),
     ),
     out_axes=(("batch", "heads", None), *((*_HEADS, None, None),) * 2, (*_HEADS, None)),
-    overrides={
-        "mosaic": "decode_shared_tpu",
-        "triton": "decode_shared_gpu",
-        "native": "decode_shared_cpu",
-    },
+    overrides={"mosaic": "decode_shared_tpu", "triton": "decode_shared_gpu"},
+)
+decode_groups = Operation(
+    name="decode_groups",
+    plain=_plain_groups,
+    check=_check_groups,
+    # Heads are named by number, so there is no part of it for each device of a mesh.
+    axes=None,
+    out_axes=None,
+    overrides={"native": "decode_shared_cpu"},
 )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from jaxkv.sharding import by_device
+from jaxkv.sharding import by_device, on_mesh
 
 #: The platform that an override is for, as `jax.lax.platform_dependent` calls it; the extra that
 #: installs what it needs has the same name.
@@ -62,7 +62,7 @@ class Operation:
       plain: the definition.
       check: raises `NotImplementedError` for what not even the definition can serve.
       axes, out_axes: logical axes of the arrays, and of what is returned. On a mesh, overrides run
-        on each device's part of a batch and of heads.
+        on each device's part of a batch and of heads; where `axes` is None the plain version runs.
       overrides: module names by implementation.
 
     """
@@ -70,7 +70,7 @@ class Operation:
     name: str
     plain: Callable[..., Any]
     check: Callable[..., None]
-    axes: tuple[tuple[str | None, ...], ...]
+    axes: tuple[tuple[str | None, ...], ...] | None
     out_axes: Any
     overrides: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -86,6 +86,8 @@ class Operation:
             says why.
 
         """
+        if self.axes is None and on_mesh():
+            return self.plain(*arrays, **options)
         forced = _forced.value
         if _is_forced():
             run, choice = self._forced_choice(forced.name, arrays, options)
@@ -116,7 +118,7 @@ class Operation:
     def _by_device(self, run: Callable[..., Any], arrays: Any, options: Any) -> Any:
         """Runs an override, which knows of one device, on all devices of a mesh."""
         function = functools.partial(run, **options)
-        if run is self.plain:
+        if run is self.plain or self.axes is None:
             return function(*arrays)
         return by_device(function, arrays, self.axes[: len(arrays)], self.out_axes)
 

@@ -50,7 +50,10 @@ struct All {
     return v;
   }
   void store(void* to, Vec v) const { std::memcpy(to, &v, sizeof v); }
-  Vec others(Vec v, float) const { return v; }
+  template <typename V>
+  V others(V v, float) const {
+    return v;
+  }
 };
 
 struct Some {
@@ -63,7 +66,8 @@ struct Some {
   }
   void store(void* to, Vec v) const { std::memcpy(to, &v, count * 4); }
   // The vector with `x` in the other lanes.
-  Vec others(Vec v, float x) const {
+  template <typename V>
+  V others(V v, float x) const {
     for (int64_t i = count; i < kLanes; ++i) v[i] = x;
     return v;
   }

@@ -1,7 +1,8 @@
-// A decode step of heads that meet distant tokens by another layer's keys (PoD).
+// A decode step of heads that meet distant tokens by another layer's keys (PoD): all groups of a
+// layer in one call, since each by itself is too little work for all cores.
 //
-// First the logits: of the ring of near keys, and of the root's keys in parts for all cores. Then it
-// is known which far parts are skipped; and then values pass by, of skipped heads only the near ones.
+// First the logits of the ring of near keys, then those of the root's keys in parts for all cores, and
+// values: of heads whose far part is skipped only the near ones.
 
 #include <cmath>
 #include <vector>
@@ -15,146 +16,311 @@ namespace {
 
 enum Skip : int64_t { kNever = 0, kExact = 1, kPredicted = 2 };
 
-// See `decode_shared` in decode_shared.py. `ring` is the slot of every place of the ring. Scratch:
-// `weights` [batch, heads, slots], `near` [batch, heads, places], `parts` as in decode.cc.
-ffi::Error DecodeShared(ffi::ThreadPool pool, Floats queries, Floats far_queries, Floats key,
-                        Floats value, Floats near_in, Floats values_in, Floats keys,
-                        Int32s positions, Int32s ring, Int32s free, Int32s position,
-                        Floats root_far, ffi::Result<Floats> out, ffi::Result<Floats> near_keys,
-                        ffi::Result<Floats> values, ffi::Result<Int32s> counts,
-                        ffi::Result<Floats> weights, ffi::Result<Floats> near,
-                        ffi::Result<Floats> parts, int64_t part, int64_t window, int64_t sinks,
-                        int64_t recent, int64_t skip, float tau) {
-  if (near_in.typed_data() != near_keys->typed_data() ||
-      values_in.typed_data() != values->typed_data())
-    return ffi::Error::Internal("near keys and values must be changed in place");
-  const auto k = keys.dimensions();
-  const int64_t kv_heads = k[1], slots = k[2], dim = k[3], rows = k[0] * kv_heads;
-  const int64_t group = queries.dimensions()[1] / kv_heads, places = ring.dimensions()[2];
-  const int64_t count = ceil_div(slots, part);
-  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-  const Parts sums(parts->typed_data(), group, count, dim);
-  std::vector<char> skipped(rows), there(rows);
-  // Of distant logits, per query head and part: the highest, and the sum of exponentials.
-  std::vector<float> far(skip == kExact ? rows * group * count * 2 : 0);
+// Slots between two near tokens whose values are read with theirs.
+constexpr int64_t kGap = 32;
 
-  auto view_of = [&](int64_t row) {
-    return View(position.typed_data()[row / kv_heads], window, sinks, recent);
-  };
+// What is the same for all groups of a layer.
+struct Layer {
+  const float *queries, *far_queries, *key, *value;
+  const int32_t* position;
+  float* out;
+  // KV heads that are given, and those of all groups, which are in `out`.
+  int64_t given, all, group, dim;
+  int64_t window, sinks, recent, skip;
+  float tau, scale;
+};
+
+// KV heads that share with the same layers. A row is one of them in one sequence. `ring` is the slot
+// of every place of the ring. Scratch: `weights` [rows, group, slots], `near` [rows, group, places],
+// `parts` as in decode.cc.
+struct Group {
+  const Layer& layer;
+  const int64_t* heads;
+  // Of its first head in `out`.
+  int64_t first_head;
+  int64_t rows, kv_heads, slots, places, part, count;
+  const float* keys;
+  const int32_t *positions, *ring, *free;
+  const float* root_far;
+  float *near_keys, *values;
+  int32_t* counts;
+  float *weights, *near;
+  Parts sums;
+  std::vector<char> skipped, there;
+  // Of distant logits, per query head and part: the highest, and the sum of exponentials.
+  std::vector<float> far;
+
+  int64_t given(int64_t row) const {
+    return row / kv_heads * layer.given + heads[row % kv_heads];
+  }
+  const float* of_head(const float* array, int64_t row) const {
+    return array + given(row) * layer.dim;
+  }
+  const float* of_group(const float* array, int64_t row) const {
+    return array + given(row) * layer.group * layer.dim;
+  }
+  View view(int64_t row) const {
+    return View(layer.position[row / kv_heads], layer.window, layer.sinks, layer.recent);
+  }
+  float* near_of(int64_t row, int64_t g) const { return near + (row * layer.group + g) * places; }
+
   // Calls f(place, slot) for the tokens in the ring that the new one sees as near, in some slots.
-  auto for_ring = [&](int64_t row, int64_t first, int64_t length, const auto& f) {
-    const View view = view_of(row);
+  template <typename F>
+  void for_ring(int64_t row, int64_t first, int64_t length, const F& f) const {
+    const float* logits = near_of(row, 0);
     for (int64_t j = 0; j < places; ++j) {
-      const int64_t slot = ring.typed_data()[row * places + j] - first;
-      if (slot < 0 || slot >= length) continue;
-      const int32_t where = positions.typed_data()[row * slots + first + slot];
-      if (view.sees(where) && view.is_near(where)) f(j, slot);
+      const int64_t slot = ring[row * places + j] - first;
+      if (slot >= 0 && slot < length && logits[j] > kMasked) f(j, slot);
     }
-  };
-  auto near_of = [&](int64_t row, int64_t g) {
-    return near->typed_data() + (row * group + g) * places;
-  };
+  }
+
   // Whether the near part is enough in every query head, given the far one's log-sum-exp.
-  auto enough = [&](int64_t row, const auto& far_of) {
-    for (int64_t g = 0; g < group; ++g) {
+  template <typename F>
+  bool enough(int64_t row, const F& far_of) const {
+    for (int64_t g = 0; g < layer.group; ++g) {
       const float* logits = near_of(row, g);
-      float top = kMasked, total = 0;
-      for_ring(row, 0, slots, [&](int64_t j, int64_t) { top = std::max(top, logits[j]); });
-      for_ring(row, 0, slots, [&](int64_t j, int64_t) { total += std::exp(logits[j] - top); });
-      const float gate = 1.0f / (1.0f + std::exp(far_of(g) - log_sum(top, total)));
-      if (!(gate >= tau)) return false;
+      const float top = highest(logits, places);
+      Vec total = {};
+      for_vectors(places, [&](int64_t j, auto lanes) {
+        Vec x = lanes.others(lanes.load(logits + j), kMasked);
+        total += x > all(kMasked) ? exp_negative(x - top) : Vec{};
+      });
+      const float gate = 1.0f / (1.0f + std::exp(far_of(g) - log_sum(top, sum(total))));
+      if (!(gate >= layer.tau)) return false;
     }
     return true;
-  };
+  }
 
-  parallel(pool, rows, [&](int64_t row) {
-    const View view = view_of(row);
-    float* own = near_keys->typed_data() + row * places * dim;
-    const int64_t seat =
-        view.now < sinks ? view.now : sinks + (view.now - sinks) % std::max<int64_t>(recent, 1);
+  // Logits of the ring, kMasked where nothing is seen; and what is known from them.
+  void meet_near(int64_t row) {
+    const View seen = view(row);
+    const int64_t dim = layer.dim, group = layer.group, sinks = layer.sinks;
+    const int32_t* at = positions + row * slots;
+    float* own = near_keys + row * places * dim;
+    const int64_t seat = seen.now < sinks
+                             ? seen.now
+                             : sinks + (seen.now - sinks) % std::max<int64_t>(layer.recent, 1);
     // A sequence that has ended writes nowhere.
-    if (view.now >= 0 && seat < places)
-      std::memcpy(own + seat * dim, key.typed_data() + row * dim, dim * sizeof(float));
-    products(own, dim, places, queries.typed_data() + row * group * dim, dim, group, dim,
-             near_of(row, 0), places);
-    for (int64_t i = 0; i < group * places; ++i) near_of(row, 0)[i] *= scale;
-    if (skip == kNever) return;
-    const int32_t* at = positions.typed_data() + row * slots;
-    bool distant = false;
-    for (int64_t s = 0; s < slots; ++s) distant |= view.sees(at[s]) & !view.is_near(at[s]);
-    there[row] = distant;
-    if (skip == kPredicted && distant)
-      skipped[row] = enough(row, [&](int64_t g) { return root_far.typed_data()[row * group + g]; });
-  });
+    if (seen.now >= 0 && seat < places)
+      std::memcpy(own + seat * dim, of_head(layer.key, row), dim * sizeof(float));
+    products(own, dim, places, of_group(layer.queries, row), dim, group, dim, near_of(row, 0),
+             places);
+    for (int64_t j = 0; j < places; ++j) {
+      const int32_t slot = ring[row * places + j];
+      const bool met = slot < slots && seen.sees(at[slot]) && seen.is_near(at[slot]);
+      for (int64_t g = 0; g < group; ++g) {
+        float& logit = near_of(row, g)[j];
+        logit = met ? logit * layer.scale : kMasked;
+      }
+    }
+    if (layer.skip == kNever) return;
+    Ints distant = {};
+    for_vectors(slots, [&](int64_t s, auto lanes) {
+      Ints where = lanes.template load<Ints>(at + s);
+      // Of no token.
+      where = lanes.others(where, -1);
+      distant |= seen.sees(where) & ~seen.is_near(where);
+    });
+    for (int i = 0; i < kLanes; ++i) there[row] |= distant[i] != 0;
+    if (layer.skip == kPredicted && there[row])
+      skipped[row] = enough(row, [&](int64_t g) { return root_far[row * group + g]; });
+  }
 
-  parallel(pool, rows * count, [&](int64_t unit) {
-    const int64_t row = unit / count, c = unit % count, first = c * part;
-    const int64_t length = std::min(part, slots - first);
-    const int64_t slot = free.typed_data()[row] - first;
+  void meet_far(int64_t row, int64_t c) {
+    const int64_t dim = layer.dim, group = layer.group, first = c * part;
+    const int64_t length = std::min(part, slots - first), slot = free[row] - first;
     if (slot >= 0 && slot < length)
       for (int64_t d = 0; d < dim; ++d)
-        values->typed_data()[(row * dim + d) * slots + first + slot] =
-            value.typed_data()[row * dim + d];
+        values[(row * dim + d) * slots + first + slot] = of_head(layer.value, row)[d];
     if (skipped[row]) return;
-    const View view = view_of(row);
-    const int32_t* at = positions.typed_data() + row * slots + first;
-    float* W = weights->typed_data() + row * group * slots + first;
-    products(keys.typed_data() + (row * slots + first) * dim, dim, length,
-             far_queries.typed_data() + row * group * dim, dim, group, dim, W, slots);
+    const View seen = view(row);
+    const int32_t* at = positions + row * slots + first;
+    float* W = weights + row * group * slots + first;
+    // Keys before the first distant token and after the last are not read.
+    auto distant = [&](int64_t s) { return seen.sees(at[s]) & !seen.is_near(at[s]); };
+    int64_t begin = 0, end = length;
+    while (begin < end && !distant(begin)) ++begin;
+    while (end > begin && !distant(end - 1)) --end;
+    products(keys + (row * slots + first + begin) * dim, dim, end - begin,
+             of_group(layer.far_queries, row), dim, group, dim, W + begin, slots);
     for (int64_t g = 0; g < group; ++g) {
       float* w = W + g * slots;
-      if (skip == kExact)
-        far_sum(view, w, at, length, scale, far.data() + ((row * group + g) * count + c) * 2);
-      for_vectors(length, [&](int64_t s, auto lanes) {
-        auto seen = view.sees(lanes.template load<Ints>(at + s));
-        lanes.store(w + s, seen ? lanes.load(w + s) * scale : all(kMasked));
+      std::fill(w, w + begin, kMasked);
+      std::fill(w + end, w + length, kMasked);
+      if (layer.skip == kExact)
+        far_sum(seen, w + begin, at + begin, end - begin, layer.scale,
+                far.data() + ((row * group + g) * count + c) * 2);
+      for_vectors(end - begin, [&](int64_t i, auto lanes) {
+        const int64_t s = begin + i;
+        auto visible = seen.sees(lanes.template load<Ints>(at + s));
+        lanes.store(w + s, visible ? lanes.load(w + s) * layer.scale : all(kMasked));
       });
     }
     for_ring(row, first, length, [&](int64_t j, int64_t slot) {
       for (int64_t g = 0; g < group; ++g) W[g * slots + slot] = near_of(row, g)[j];
     });
-  });
+  }
 
-  if (skip == kExact)
+  void decide() {
     for (int64_t row = 0; row < rows; ++row)
       skipped[row] = there[row] && enough(row, [&](int64_t g) {
-        return far_log_sum(far.data() + (row * group + g) * count * 2, count);
+        return far_log_sum(far.data() + (row * layer.group + g) * count * 2, count);
       });
+  }
 
-  parallel(pool, rows * count, [&](int64_t unit) {
-    const int64_t row = unit / count, c = unit % count, first = c * part;
+  void read_values(int64_t row, int64_t c) {
+    const int64_t dim = layer.dim, group = layer.group, first = c * part;
     const int64_t length = std::min(part, slots - first);
-    float* W = weights->typed_data() + row * group * slots + first;
-    int64_t begin = 0, end = length;
-    if (skipped[row]) {
-      begin = length, end = 0;
-      for_ring(row, first, length, [&](int64_t, int64_t slot) {
-        begin = std::min(begin, slot);
-        end = std::max(end, slot + 1);
-      });
-      begin = std::min(begin, end);
-      for (int64_t g = 0; g < group; ++g)
-        std::fill(W + g * slots + begin, W + g * slots + end, kMasked);
-      for_ring(row, first, length, [&](int64_t j, int64_t slot) {
-        for (int64_t g = 0; g < group; ++g) W[g * slots + slot] = near_of(row, g)[j];
-      });
-    }
+    float* W = weights + row * group * slots + first;
+    if (skipped[row]) return read_near_values(row, c, first, length);
     for (int64_t g = 0; g < group; ++g) {
-      float* w = W + g * slots + begin;
       float* p = sums.at(row, g, c);
-      p[0] = highest(w, end - begin);
-      p[1] = soften(w, end - begin, p[0]);
+      p[0] = highest(W + g * slots, length);
+      p[1] = soften(W + g * slots, length, p[0]);
     }
-    products(values->typed_data() + row * dim * slots + first + begin, slots, dim, W + begin, slots,
-             group, end - begin, sums.at(row, 0, c) + 2, sums.stride());
-  });
+    products(values + row * dim * slots + first, slots, dim, W, slots, group, length,
+             sums.at(row, 0, c) + 2, sums.stride());
+  }
 
-  parallel(pool, rows, [&](int64_t row) {
-    sums.join(row, out->typed_data() + row * group * dim);
-    if (skip == kNever) return;
-    counts->typed_data()[2 * row] = skipped[row];
-    counts->typed_data()[2 * row + 1] = there[row];
+  // Values of near tokens, which lie in few runs of slots: the sinks and the latest.
+  void read_near_values(int64_t row, int64_t c, int64_t first, int64_t length) {
+    const int64_t dim = layer.dim, group = layer.group;
+    float* W = weights + row * group * slots + first;
+    std::vector<std::pair<int64_t, int64_t>> found;
+    for_ring(row, first, length, [&](int64_t j, int64_t slot) { found.emplace_back(slot, j); });
+    std::sort(found.begin(), found.end());
+    std::vector<float> some(group * dim);
+    for (int64_t g = 0; g < group; ++g) {
+      float* p = sums.at(row, g, c);
+      std::fill(p, p + 2 + dim, 0.0f);
+      p[0] = kMasked;
+      for (auto [slot, j] : found) p[0] = std::max(p[0], near_of(row, g)[j]);
+    }
+    for (size_t i = 0; i < found.size();) {
+      const int64_t begin = found[i].first;
+      int64_t end = begin;
+      size_t next = i;
+      while (next < found.size() && found[next].first < end + kGap) end = found[next++].first + 1;
+      for (int64_t g = 0; g < group; ++g) {
+        float* w = W + g * slots;
+        std::fill(w + begin, w + end, kMasked);
+        for (size_t n = i; n < next; ++n) w[found[n].first] = near_of(row, g)[found[n].second];
+        float* p = sums.at(row, g, c);
+        p[1] += soften(w + begin, end - begin, p[0]);
+      }
+      products(values + row * dim * slots + first + begin, slots, dim, W + begin, slots, group,
+               end - begin, some.data(), dim);
+      for (int64_t g = 0; g < group; ++g)
+        for (int64_t d = 0; d < dim; ++d) sums.at(row, g, c)[2 + d] += some[g * dim + d];
+      i = next;
+    }
+  }
+
+  void finish(int64_t row) {
+    const int64_t head = row / kv_heads * layer.all + first_head + row % kv_heads;
+    sums.join(row, layer.out + head * layer.group * layer.dim);
+    if (layer.skip == kNever) return;
+    counts[2 * row] = skipped[row];
+    counts[2 * row + 1] = there[row];
+  }
+};
+
+// Calls work(group, unit) for the units of all groups; units_of(group) is how many it has.
+template <typename Units, typename Work>
+void for_groups(ffi::ThreadPool& pool, std::vector<Group>& groups, const Units& units_of,
+                const Work& work) {
+  int64_t total = 0;
+  for (Group& group : groups) total += units_of(group);
+  parallel(pool, total, [&](int64_t unit) {
+    for (Group& group : groups) {
+      if (unit < units_of(group)) return work(group, unit);
+      unit -= units_of(group);
+    }
   });
+}
+
+constexpr int64_t kArguments = 7, kResults = 6;
+
+// See `decode_groups` in decode_shared.py. For every group there are the seven arrays of `Pieces`,
+// and six results: near keys, values, counts, and scratch.
+ffi::Error DecodeShared(ffi::ThreadPool pool, Floats queries, Floats far_queries, Floats key,
+                        Floats value, Int32s position, ffi::RemainingArgs arguments,
+                        ffi::Result<Floats> out, ffi::RemainingRets results,
+                        ffi::Span<const int64_t> heads, ffi::Span<const int64_t> part,
+                        int64_t window, int64_t sinks, int64_t recent, int64_t skip, float tau) {
+  const auto q = queries.dimensions();
+  const Layer layer{queries.typed_data(),
+                    far_queries.typed_data(),
+                    key.typed_data(),
+                    value.typed_data(),
+                    position.typed_data(),
+                    out->typed_data(),
+                    q[1],
+                    out->dimensions()[1],
+                    q[2],
+                    q[3],
+                    window,
+                    sinks,
+                    recent,
+                    skip,
+                    tau,
+                    1.0f / std::sqrt(static_cast<float>(q[3]))};
+  const int64_t batch = q[0];
+  std::vector<Group> groups;
+  groups.reserve(part.size());
+  int64_t first_head = 0;
+  for (size_t i = 0; i < part.size(); ++i) {
+    auto floats = [&](int64_t n) { return *arguments.get<Floats>(i * kArguments + n); };
+    auto ints = [&](int64_t n) { return *arguments.get<Int32s>(i * kArguments + n); };
+    auto made = [&](int64_t n) { return *results.get<Floats>(i * kResults + n); };
+    const Floats keys = floats(2);
+    const int64_t kv_heads = keys.dimensions()[1], slots = keys.dimensions()[2];
+    const int64_t rows = batch * kv_heads, count = ceil_div(slots, part[i]);
+    if (floats(0).typed_data() != made(0)->typed_data() ||
+        floats(1).typed_data() != made(1)->typed_data())
+      return ffi::Error::Internal("near keys and values must be changed in place");
+    groups.push_back(
+        {layer,
+         heads.begin() + first_head,
+         first_head,
+         rows,
+         kv_heads,
+         slots,
+         floats(0).dimensions()[2],
+         part[i],
+         count,
+         keys.typed_data(),
+         ints(3).typed_data(),
+         ints(4).typed_data(),
+         ints(5).typed_data(),
+         floats(6).typed_data(),
+         made(0)->typed_data(),
+         made(1)->typed_data(),
+         (*results.get<Int32s>(i * kResults + 2))->typed_data(),
+         made(3)->typed_data(),
+         made(4)->typed_data(),
+         Parts(made(5)->typed_data(), layer.group, count, layer.dim),
+         std::vector<char>(rows),
+         std::vector<char>(rows),
+         std::vector<float>(skip == kExact ? rows * layer.group * count * 2 : 0)});
+    first_head += kv_heads;
+  }
+
+  auto rows = [](const Group& group) { return group.rows; };
+  auto parts = [](const Group& group) { return group.rows * group.count; };
+  for_groups(pool, groups, rows, [](Group& group, int64_t row) { group.meet_near(row); });
+  // Weights are still in the processor's cache when values are read, unless all parts must be known.
+  for_groups(pool, groups, parts, [&](Group& group, int64_t unit) {
+    group.meet_far(unit / group.count, unit % group.count);
+    if (skip != kExact) group.read_values(unit / group.count, unit % group.count);
+  });
+  if (skip == kExact) {
+    for (Group& group : groups) group.decide();
+    for_groups(pool, groups, parts, [](Group& group, int64_t unit) {
+      group.read_values(unit / group.count, unit % group.count);
+    });
+  }
+  for_groups(pool, groups, rows, [](Group& group, int64_t row) { group.finish(row); });
   return ffi::Error::Success();
 }
 
@@ -167,22 +333,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_decode_shared, DecodeShared,
                                   .Arg<Floats>()  // far queries
                                   .Arg<Floats>()  // key
                                   .Arg<Floats>()  // value
-                                  .Arg<Floats>()  // near keys
-                                  .Arg<Floats>()  // values
-                                  .Arg<Floats>()  // keys of the root
-                                  .Arg<Int32s>()  // positions
-                                  .Arg<Int32s>()  // ring
-                                  .Arg<Int32s>()  // free
                                   .Arg<Int32s>()  // position
-                                  .Arg<Floats>()  // far log-sum-exp of the root
+                                  .RemainingArgs()
                                   .Ret<Floats>()  // out
-                                  .Ret<Floats>()  // near keys
-                                  .Ret<Floats>()  // values
-                                  .Ret<Int32s>()  // counts
-                                  .Ret<Floats>()  // weights
-                                  .Ret<Floats>()  // near
-                                  .Ret<Floats>()  // parts
-                                  .Attr<int64_t>("part")
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("heads")
+                                  .Attr<ffi::Span<const int64_t>>("part")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("sinks")
                                   .Attr<int64_t>("recent")
