@@ -11,6 +11,7 @@ Position modes, chosen by the policy:
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -81,6 +82,26 @@ def turn(x: Float[Array, "*shape dim"], turns: Turns) -> Float[Array, "*shape di
     second = x[..., half : 2 * half].astype(jnp.float32)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
     return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], -1)
+
+
+def with_base(rotary: Rotary, base: float) -> Rotary:
+    """The same with another base ("theta"): higher ones turn more slowly, for longer texts.
+
+    Raises:
+      ValueError: `base` is not above 1, or the frequencies do not follow from a base alone.
+
+    """
+    if not base > 1:
+        raise ValueError(f"a base of rotary embeddings must be a number above 1, got {base!r}")
+    frequencies = rotary.frequencies
+    pairs = len(frequencies)
+    ratios = [b / a for a, b in itertools.pairwise(frequencies)]
+    if frequencies[0] != 1 or any(not math.isclose(r, ratios[0], rel_tol=1e-6) for r in ratios):
+        raise ValueError(
+            "the model's rotary embedding is scaled (rope_scaling) and does not follow from a base "
+            "alone, so that it cannot be given another one"
+        )
+    return Rotary(tuple(base ** (-i / pairs) for i in range(pairs)))
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: Mapping[str, Any] | None) -> Rotary:

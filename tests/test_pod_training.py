@@ -321,6 +321,26 @@ def test_a_training_that_was_killed_goes_on_to_the_same_numbers(
         training(tmp_path / "whole", seed=1)
 
 
+def test_the_rotary_embedding_may_have_another_base(training, rows, tmp_path):
+    """The model and what is loaded again agree; models whose frequencies are scaled are refused."""
+    params = jaxkv.load(HERE / "checkpoints" / "qwen2")
+    options = {"policy": jaxkv.Full(), "folder": tmp_path / "longer", "length": 40}
+    made = adapt(params, rows, steps=1, batch=1, rope_base=5e5, **options)
+    pairs = params.config.head_dim // 2
+    frequencies = made.config.rotary_embedding.frequencies
+    np.testing.assert_allclose(frequencies, 5e5 ** -(np.arange(pairs) / pairs))
+    assert made.config.max_positions == params.config.max_positions
+    loaded = with_weights(params, tmp_path / "longer")
+    assert loaded.config == made.config
+    want, got = (jaxkv.perplexity(model, rows[0]) for model in (made, loaded))
+    assert got == want
+    assert abs(want - jaxkv.perplexity(params, rows[0])) > 1e-3
+    with pytest.raises(ValueError, match=r"must be a number above 1, got 1\.0"):
+        adapt(params, rows, steps=1, rope_base=1.0, **options)
+    with pytest.raises(ValueError, match=r"is scaled \(rope_scaling\) and does not follow"):
+        training(tmp_path / "none", steps=1, rope_base=1e6)
+
+
 def test_texts_and_weights_may_be_divided_over_devices():
     """On eight virtual devices, 2 by 4, losses and gradients are those of one."""
     done = subprocess.run(

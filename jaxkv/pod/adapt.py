@@ -21,6 +21,7 @@ from jaxkv.pod.policy import PoD, with_maps
 from jaxkv.pod.train import Recipe, joined, placed, split, update
 from jaxkv.pod.whole import Texts
 from jaxkv.policies.base import Policy
+from jaxkv.positions import with_base
 from jaxkv.progress import each
 from jaxkv.sharding import on_mesh_of
 
@@ -42,6 +43,7 @@ def adapt(
     seed: int = 0,
     mesh: jax.sharding.Mesh | None = None,
     teacher: Params | None = None,
+    rope_base: float | None = None,
     watch: Callable[[int, Params], Mapping[str, float]] | None = None,
     **recipe: Any,
 ) -> Params:
@@ -61,6 +63,8 @@ def adapt(
       mesh: with axes "data" and "sequence": weights, optimiser and batch are divided over the
         first, each text over the second.
       teacher: the model whose predictions are learnt; `params` by default.
+      rope_base: trains the model with another base of its rotary embedding, as the paper does for
+        longer texts; it then has as many positions as `length`, if these are more than before.
       watch: is told updates and model at every checkpoint; what it returns is logged.
       recipe: the other fields of `jaxkv.pod.Recipe`.
 
@@ -76,6 +80,9 @@ def adapt(
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
     student = _student(params.weights(), policy)
+    if rope_base is not None:
+        positions = max(length, params.config.max_positions)
+        student = _with_rope(student, rope_base, positions)
     batches = Batches(params, texts, length=length, batch=batch, seed=seed)
     about = {
         "model": params.name,
@@ -84,6 +91,7 @@ def adapt(
         "batch": batch,
         "seed": seed,
         "tokens_of_texts": batches.tokens,
+        "rope_base": rope_base,
     }
     guide = (params if teacher is None else teacher).weights()
 
@@ -108,7 +116,7 @@ def with_weights(params: Params, folder: str | os.PathLike[str]) -> Params:
       ValueError: there are none, or they are of another model.
 
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.numpy import load_file
 
     file = Path(folder) / WEIGHTS
@@ -116,8 +124,12 @@ def with_weights(params: Params, folder: str | os.PathLike[str]) -> Params:
         raise ValueError(f"{os.fspath(folder)} holds no {WEIGHTS}: jaxkv.pod.adapt writes it")
     try:
         found = load_file(file)
+        with safe_open(file, "numpy") as opened:
+            about = opened.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None
+    if "rope_base" in about:
+        params = _with_rope(params, float(about["rope_base"]), int(about["max_positions"]))
     if any(path.endswith(".far_map") for path in found):
         config = params.config
         eye = np.eye(config.head_dim, dtype=np.float32)
@@ -149,6 +161,19 @@ def _student(params: Params, policy: Policy) -> Params:
         eye = np.eye(config.head_dim, dtype=np.float32)
         maps = np.tile(eye, (config.num_layers, config.num_heads, 1, 1))
     return with_maps(params, maps)
+
+
+def _with_rope(params: Params, base: float, max_positions: int) -> Params:
+    """The model with another base of its rotary embedding, and so many positions."""
+    config = params.config
+    if config.rotary_embedding is None:
+        raise ValueError(
+            f"rope_base={base} is for models with rotary embeddings, and "
+            f"{params.name or 'the model'} has none"
+        )
+    rotary = with_base(config.rotary_embedding, base)
+    config = dataclasses.replace(config, rotary_embedding=rotary, max_positions=max_positions)
+    return dataclasses.replace(params, config=config)
 
 
 class _Training:
@@ -290,7 +315,11 @@ class _Training:
         self.manager.wait_until_finished()
         self.manager.close()
         arrays = {name: np.ascontiguousarray(x) for name, x in self.trained.items()}
-        save_file(arrays, self.folder / WEIGHTS)
+        about = {}
+        if self.about["rope_base"] is not None:
+            about["rope_base"] = repr(self.about["rope_base"])
+            about["max_positions"] = str(self.student.config.max_positions)
+        save_file(arrays, self.folder / WEIGHTS, metadata=about)
         draw_curve(self.folder)
         return self.model
 

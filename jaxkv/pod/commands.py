@@ -101,6 +101,9 @@ def adapt(
     distill: Annotated[
         float, typer.Option(help="weight of the dense model's predictions, 0 to 1")
     ] = 1.0,
+    rope_base: Annotated[
+        float | None, typer.Option(help="another base of the rotary embedding, for longer texts")
+    ] = None,
     save_every: Annotated[int, typer.Option(help="updates between checkpoints")] = 50,
 ) -> None:
     """Train a model a little under a plan. Interrupted, the same command goes on."""
@@ -119,6 +122,7 @@ def adapt(
         batch=batch,
         learning_rate=learning_rate,
         distill=distill,
+        rope_base=rope_base,
         save_every=save_every,
     )
     out.print(f"written to {to}; generate with --plan {plan} --weights {to}")
