@@ -6,6 +6,7 @@ token, and a chunked prompt, a second turn or an endless stream is `extend` agai
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxkv.pallas_kernels.prompt import prompt
 from jaxkv.policies.base import New, Policy, Tokens, protect
 from jaxkv.positions import Rotary, Turns, turn
 from jaxkv.sharding import constrain_fields
+from jaxkv.shared import Sharing
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +89,26 @@ def extend(
       (more after steps, if the policy drops tokens only when a prompt is read, or in bursts).
 
     """
+    out, layer, _ = extend_root(
+        queries, keys, values, layer, new, policy, None, index=index, window=window, output=output
+    )
+    return out, layer
+
+
+def extend_root(
+    queries: Float[Array, "batch t heads dim"],
+    keys: Float[Array, "batch t kv_heads dim"],
+    values: Float[Array, "batch t kv_heads dim"],
+    layer: LayerCache,
+    new: NewTokens,
+    policy: Policy,
+    far: Sharing | None,
+    *,
+    index: Int[Array, ""],
+    window: int | None = None,
+    output: Float[Array, "embed heads_dim"] | None = None,
+) -> tuple[Float[Array, "batch t heads dim"], LayerCache, Any]:
+    """`extend`; at a step it also tells the log-sum-exp of logits with what `far` calls distant."""
     batch, t, heads, dim = queries.shape
     kv_heads = keys.shape[2]
     grouped = jnp.moveaxis(queries.reshape(batch, t, kv_heads, heads // kv_heads, dim), 1, 3)
@@ -102,15 +124,15 @@ def extend(
         layer=index,
     )
     if t == 1 and not new.fresh:
-        out, layer = _extend_by_one(came, layer, new, policy)
+        out, layer, told = _extend_by_one(came, layer, new, policy, far)
         out = out.reshape(batch, 1, heads, dim)
     else:
-        out, layer = _extend_by_block(came, layer, new, policy)
+        (out, layer), told = _extend_by_block(came, layer, new, policy), None
         out = jnp.moveaxis(out, 3, 1).reshape(batch, t, heads, dim)
-    return out, constrain_fields(layer, LAYER_AXES)
+    return out, constrain_fields(layer, LAYER_AXES), told
 
 
-def _extend_by_one(came, layer, new, policy):
+def _extend_by_one(came, layer, new, policy, far):
     position = came.positions[:, 0]
     q, k = _as_stored(came, new, policy)
     q, k, v = q[:, :, :, 0], k[:, :, 0], came.values[..., 0]
@@ -123,7 +145,7 @@ def _extend_by_one(came, layer, new, policy):
     onto = layer.scores if plain and policy.accumulates else None
     if plain:
         batch, kv_heads, group, dim = q.shape
-        out, keys, values, received = decode(
+        out, keys, values, received, told = decode(
             q.reshape(batch, kv_heads * group, dim),
             k,
             v,
@@ -136,8 +158,10 @@ def _extend_by_one(came, layer, new, policy):
             came.layer,
             statistics=statistics,
             window=came.window,
+            far=far,
         )
-    else:
+    else:  # not of layers that share keys
+        told = None
         keys, values = put(layer.keys, layer.values, k, v, layer.free)
     layer = dataclasses.replace(layer, keys=keys, values=values)
     q, turned_keys = _turn_one(q, layer, position, policy, came.rotary)
@@ -162,9 +186,9 @@ def _extend_by_one(came, layer, new, policy):
         layer = dataclasses.replace(layer, scores=remembered)
 
     if policy.drops == "always":
-        return out, slots.free_next(layer, _priority(policy, tokens))
+        return out, slots.free_next(layer, _priority(policy, tokens)), told
     if policy.drops == "never" and layer.starts is None:
-        return out, slots.advance(layer, new.added)
+        return out, slots.advance(layer, new.added), told
     if policy.drops == "bursts":
         full = layer.stored() >= layer.budget + policy.burst
 
@@ -173,7 +197,7 @@ def _extend_by_one(came, layer, new, policy):
             return slots.drop(layer, keep | ~full[..., None])
 
         layer = lax.cond(jnp.any(full), cut, lambda layer: layer, layer)
-    return out, slots.next_empty(layer)
+    return out, slots.next_empty(layer), told
 
 
 def _is_plain(layer, policy, rotary):
@@ -327,8 +351,7 @@ def _turn_block(q, everyone, rows, new, policy, rotary):
 def _store(layer, rows, everyone, keep, budget, new, policy):
     """Puts the marked tokens into slots."""
     if layer.starts is not None:
-        ranks = layer.ranks is not None
-        return pool.pack(everyone, keep, budget, layer.slots, ranks=ranks)
+        return pool.pack(everyone, keep, budget, layer.slots, ranks=layer.ranks is not None)
     t = new.positions.shape[1]
     before = keep.shape[-1] - t
     keep_old = keep[..., :before] if before else jnp.zeros_like(rows.positions, bool)

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from jaxkv import cache as slots
 from jaxkv.attention import Far, attend_slots, visible
 from jaxkv.cache import LayerCache
-from jaxkv.extend import NewTokens, extend
+from jaxkv.extend import NewTokens, extend, extend_root
 from jaxkv.merged import follow_merged
-from jaxkv.pallas_kernels.decode_shared import Pieces, decode_groups, far_lse
+from jaxkv.pallas_kernels.decode_shared import Pieces, decode_groups
 from jaxkv.pallas_kernels.prompt import prompt
 from jaxkv.policies.base import Policy
 from jaxkv.positions import turn
@@ -83,10 +83,15 @@ def extend_layer(
             q, k = (take_heads(x, group.heads, 2) for x in (grouped, keys))
             weight = None if output is None else _columns(output, group.heads, kv_heads)
             flat = q.reshape(batch, t, -1, dim)
-            out, parts[i] = extend(flat, k, v, part, new, policy, output=weight, **options)
+            predicts = sharing.skip is not None and sharing.skip[0] == "predicted"
+            out, parts[i], far = extend_root(
+                *(flat, k, v, part, new, policy, sharing if predicts and group.lends else None),
+                output=weight,
+                **options,
+            )
             out = out.reshape(q.shape)
             if group.lends:
-                lent[i] = _lend(q, k, v, part, parts[i], new, policy, sharing, window)
+                lent[i] = _lend(k, v, part, parts[i], far, new, policy, sharing)
         elif isinstance(part, Follower) and not sharing.values and t == 1 and not new.fresh:
             together.append(i)
             continue
@@ -160,10 +165,9 @@ def turned(x: Array, new: NewTokens) -> Array:
     return turn(x, (cos, sin))
 
 
-def _lend(q, k, v, before, after, new, policy, sharing, window):
+def _lend(k, v, before, after, far, new, policy, sharing):
     """What the layers that follow need to know of a root that has been extended."""
-    batch, t, _, _, dim = q.shape
-    if t > 1 or new.fresh:
+    if k.shape[1] > 1 or new.fresh:
         keys, values = jnp.moveaxis(turned(k, new), 1, 2), jnp.moveaxis(v, 1, 3)
         positions = jnp.broadcast_to(new.positions[:, None], keys.shape[:3])
         if not new.fresh:
@@ -175,10 +179,6 @@ def _lend(q, k, v, before, after, new, policy, sharing, window):
         return Lent(keys, lent, positions, before.positions, after.positions, layer=layer)
     position = new.positions[:, 0]
     met = slots.note(before, position, jnp.zeros_like(before.free, jnp.float32)).positions
-    far = None
-    if sharing.skip is not None and sharing.skip[0] == "predicted":
-        rotated = turned(q, new).reshape(batch, -1, dim)
-        (far,) = far_lse(rotated, after.keys, met, position, sharing=sharing, window=window)
     return Lent(
         keys=after.keys,
         values=after.values if sharing.values else None,

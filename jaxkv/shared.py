@@ -14,7 +14,7 @@ a ring: token p at place p while it is one of the sinks, else at `sinks + (p - s
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -280,7 +280,7 @@ class SharedLayer:
 
 
 #: What a group of KV heads may be.
-Part = LayerCache | Follower | Merged
+Part: TypeAlias = LayerCache | Follower | Merged
 
 
 def by_head(groups: Sequence[Group], parts: Sequence[Array], axis: int = 1) -> Array:

@@ -126,7 +126,7 @@ def step_bandwidth(batch: int, slots: int, name: str, layer: dict[str, int], eno
         caches, q = carry
         changed = []
         for keys, values, scores in caches:
-            q, keys, values, (scores,) = decode(
+            q, keys, values, (scores,), _ = decode(
                 q, fresh, fresh, keys, values, positions, free, position, scores, jnp.int32(0),
                 statistics=(ColumnSums(),), window=None,
             )  # fmt: skip

@@ -121,7 +121,7 @@ def step_errors(case: tuple, waste: float) -> tuple[float, float]:
         arguments[8] = None
     asked = () if statistic is None else (statistic,)
     run = jax.jit(functools.partial(decode, statistics=asked, window=window))
-    out, new_keys, new_values, received = run(*arguments)
+    out, new_keys, new_values, received, _ = run(*arguments)
     at = (np.arange(batch)[:, None], np.arange(kv_heads)[None], free)
     keys[at], np.moveaxis(values, 2, 3)[at] = key, value
     # Bit by bit: NaN where there was NaN, too.

@@ -19,7 +19,6 @@ from jaxkv.pallas_kernels import (
     decode_shared_tpu,
     decode_tpu,
     dispatch,
-    far_lse_cpu,
     gather_tpu,
     linear_cpu,
     native,
@@ -29,7 +28,7 @@ from jaxkv.pallas_kernels import (
     write_tpu,
 )
 from jaxkv.pallas_kernels.decode import decode
-from jaxkv.pallas_kernels.decode_shared import Pieces, decode_shared, far_lse
+from jaxkv.pallas_kernels.decode_shared import Pieces, decode_shared
 from jaxkv.pallas_kernels.dispatch import kernels, use_kernels
 from jaxkv.pallas_kernels.gather import gather
 from jaxkv.pallas_kernels.linear import linear
@@ -72,6 +71,11 @@ DECODE = {
     "nothing": ((3, 1, 1, 80, 384), {}),
     "roots": ((3, 1, 16, 96, 256), {"statistics": (ColumnSums("max", 0.5),)}),
     "powers": ((2, 1, 2, 256, 256), {"statistics": (ColumnSums(power=0.7),)}),
+    "tells": ((3, 2, 3, 64, 256), {"far": Sharing(((0,),), sinks=3, recent=40)}),
+    "tells_in_window": (
+        (3, 1, 2, 64, 200),
+        {"far": Sharing(((0,),), sinks=0, recent=30), "window": 150},
+    ),
 }
 
 
@@ -85,8 +89,12 @@ def check_decode(shape, options, dtype=jnp.float32, interpret=True, onto=True):
 
 def check_step(arguments, there, got, options, dtype=jnp.float32):
     want = jax.jit(functools.partial(decode.plain, **options))(*kernel_cases.without_nan(arguments))
-    out, keys, values, received = got
+    out, keys, values, received, told = got
     close(out, want[0], dtype)
+    if "far" in options:
+        assert (want[4][arguments[7] < 0] < -1e29).all(), "a sequence that has ended sees nothing"
+        assert (want[4] > -1e29).any()
+        close(told, want[4], dtype)
     # Nothing but the new token was written.
     there = there[..., None]
     np.testing.assert_array_equal(*(np.where(there, x, 0) for x in (keys, want[1])))
@@ -313,21 +321,6 @@ def test_a_native_shared_step_is_the_plain_step(native_kernels, case, parts, mon
     for i, (arguments, there) in enumerate(zip(groups, theres, strict=True)):
         own = out[:, i * kv_heads : (i + 1) * kv_heads].reshape(batch, -1, dim)
         check_shared_step(arguments, there, (own, *changed[i]), options)
-
-
-@pytest.mark.parametrize("case", SHARED)
-def test_the_native_prediction_is_the_plain_one(native_kernels, case):
-    shape, options = SHARED[case]
-    sharing = Sharing(((0,), (0,)), sinks=3, recent=128)
-    arguments, _ = kernel_cases.decode_shared(0, *shape, sharing)
-    queries, _, _, _, _, _, keys, positions, _, _, position, _ = kernel_cases.without_nan(arguments)
-    step = (queries, keys, positions, position)
-    options = {"sharing": sharing, "window": options.get("window")}
-    far_lse_cpu.check(*step, **options)
-    (want,) = far_lse.plain(*step, **options)
-    # A sequence that has ended sees nothing.
-    assert ((want < -1e29).all((1, 2)) == (position < 0)).all()
-    close(far_lse_cpu.run(*step, **options)[0], want)
 
 
 def test_a_fused_shared_step_in_bfloat16(small_blocks):

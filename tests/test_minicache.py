@@ -129,6 +129,14 @@ def test_whole_batched_and_kept(small, policy, tmp_path):
     assert alone.tokens == out.tokens[1]
     np.testing.assert_allclose(alone.logprobs, out.logprobs[1], atol=1e-5)
 
+    # Tokens are merged while a text is scored, one by one unless a block is asked for.
+    scores = [
+        jaxkv.perplexity(small, prompts[0], policy=p, **block)
+        for p, block in (("full", {}), (policy, {}), (policy, {"block": 29}))
+    ]
+    assert abs(scores[1] - scores[0]) > 0.01
+    np.testing.assert_allclose(scores[2], scores[0], rtol=1e-5)
+
     slots, places = out.report.slots[0], int(KEEP * out.report.slots[0]) + 1
     heads = 2 * KV_HEADS
     # Stretches, budget, count; and of whole tokens keys, values, positions, scores, root's slots.

@@ -106,9 +106,11 @@ def perplexities(
     else:
         cache = loops.empty_cache(weights, chosen, jnp.array(planned.budgets), planned.slots)
     # Without eviction a block sees what its tokens would see one by one, in less time; far parts of
-    # layers that share keys are skipped at steps only.
-    skips = chosen.sharing is not None and chosen.sharing.skip is not None
-    at_once = block > 1 or not (chosen.evicts or chosen.selects != "all" or skips)
+    # layers that share keys are skipped at steps only, and layers are merged after each block.
+    sharing = chosen.sharing
+    skips = sharing is not None and sharing.skip is not None
+    merges = sharing is not None and sharing.merge is not None
+    at_once = block > 1 or not (chosen.evicts or chosen.selects != "all" or skips or merges)
     width = block if block > 1 else _BLOCK
     logprobs, hits = np.zeros(len(rows)), np.zeros(len(rows))
     for first in each(range(start, total, width), "perplexity"):

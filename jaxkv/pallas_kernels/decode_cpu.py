@@ -13,7 +13,9 @@ import numpy as np
 from jax import Array
 
 from jaxkv.pallas_kernels import native
-from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
+from jaxkv.pallas_kernels.decode import column_sums
+from jaxkv.pallas_kernels.dispatch import check_dtypes
+from jaxkv.shared import Sharing
 from jaxkv.statistics import Statistic
 
 #: Slots of a part, at most and at least. Long rows are read faster.
@@ -32,9 +34,10 @@ def check(
     *rest: Any,
     statistics: tuple[Statistic, ...] = (),
     window: int | None = None,
+    far: Sharing | None = None,
 ) -> None:
     """Raises `NotImplementedError` for what `run` cannot serve."""
-    del rest, window
+    del rest, window, far
     check_dtypes(queries=queries, key=key, value=value, keys=keys, values=values)
     if keys.dtype != jnp.float32:
         raise NotImplementedError(f"arrays must be float32, got {keys.dtype}")
@@ -59,7 +62,8 @@ def run(
     *,
     statistics: tuple[Statistic, ...] = (),
     window: int | None = None,
-) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    far: Sharing | None = None,
+) -> tuple[Array, Array, Array, tuple[Array, ...], Array | None]:
     """See `decode`. Keys and values are changed in place."""
     del layer
     batch, kv_heads, slots, dim = keys.shape
@@ -70,13 +74,14 @@ def run(
     def floats(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    out, keys, values, received, *_ = native.call(
+    out, keys, values, received, told, *_ = native.call(
         "jaxkv_decode",
         (
             floats(*queries.shape),
             floats(*keys.shape),
             floats(*values.shape),
             floats(0) if statistic is None else floats(batch, kv_heads, slots),
+            floats(0) if far is None else floats(batch, kv_heads, heads // kv_heads),
             floats(batch, heads, slots),
             floats(batch, heads, -(-slots // part), 2 + dim),
         ),
@@ -85,9 +90,12 @@ def run(
         input_output_aliases={3: 1, 4: 2},
         part=np.int64(part),
         window=np.int64(window or 0),
+        sinks=np.int64(0 if far is None else far.sinks),
+        recent=np.int64(0 if far is None else far.recent),
         **native.sums(statistic),
     )
-    return out, keys, values, () if statistic is None else (received,)
+    received = () if statistic is None else (received,)
+    return out, keys, values, received, None if far is None else told
 
 
 def parts_of(rows: int, slots: int) -> int:

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import jax_triton
 from jax import Array
 
-from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
+from jaxkv.pallas_kernels.decode import column_sums, far_lse
+from jaxkv.pallas_kernels.dispatch import check_dtypes
 from jaxkv.pallas_kernels.triton_decode import decode_join, decode_split
+from jaxkv.shared import Sharing
 from jaxkv.statistics import ColumnSums, Statistic
 
 if not jax_triton.__version__.startswith("0.3."):
@@ -141,9 +143,10 @@ def check(
     *rest: Any,
     statistics: tuple[Statistic, ...] = (),
     window: int | None = None,
+    far: Sharing | None = None,
 ) -> None:
     """Raises `NotImplementedError` for what `run` cannot serve."""
-    del rest, window
+    del rest, window, far
     check_dtypes(queries=queries, key=key, value=value, keys=keys, values=values)
     check_sizes(keys.dtype, keys.shape[3], statistics)
     kv_heads, rows = positions.shape[1], keys.shape[1]
@@ -170,8 +173,9 @@ def run(
     *,
     statistics: tuple[Statistic, ...] = (),
     window: int | None = None,
+    far: Sharing | None = None,
     interpret: bool = False,
-) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+) -> tuple[Array, Array, Array, tuple[Array, ...], Array | None]:
     """See `decode`. Keys, values and `onto` are changed in place.
 
     Raises:
@@ -240,7 +244,8 @@ def run(
         reduction="sum" if statistic is None else statistic.group,
         add=base is not None,
     )
-    return out, keys, values, () if statistic is None else (received,)
+    told = None if far is None else far_lse(queries, keys, positions, position, far, window)
+    return out, keys, values, () if statistic is None else (received,), told
 
 
 def parts_of(keys: Array, rows: int, slots: int) -> tuple[int, int, int]:

@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array
 
 from jaxkv.pallas_kernels import native
-from jaxkv.pallas_kernels.decode import check_dtypes
 from jaxkv.pallas_kernels.decode_cpu import parts_of
 from jaxkv.pallas_kernels.decode_shared import Changed, Pieces
+from jaxkv.pallas_kernels.dispatch import check_dtypes
 from jaxkv.shared import Sharing
 
 _SKIP = {None: 0, "exact": 1, "predicted": 2}

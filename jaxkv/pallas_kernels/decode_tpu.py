@@ -23,7 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
+from jaxkv.pallas_kernels.decode import column_sums, far_lse
+from jaxkv.pallas_kernels.dispatch import check_dtypes
+from jaxkv.shared import Sharing
 from jaxkv.statistics import ColumnSums, Statistic
 
 _MASKED = -1e30
@@ -45,9 +47,10 @@ def check(
     *rest: Any,
     statistics: tuple[Statistic, ...] = (),
     window: int | None = None,
+    far: Sharing | None = None,
 ) -> None:
     """Raises `NotImplementedError` for what the kernel does not serve."""
-    del rest, window
+    del rest, window, far
     column_sums(statistics)
     check_dtypes(queries=queries, key=key, value=value, keys=keys, values=values)
     if keys.dtype not in (jnp.float32, jnp.bfloat16):
@@ -83,8 +86,9 @@ def run(
     *,
     statistics: tuple[Statistic, ...] = (),
     window: int | None = None,
+    far: Sharing | None = None,
     interpret: Any = False,
-) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+) -> tuple[Array, Array, Array, tuple[Array, ...], Array | None]:
     """See `jaxkv.pallas_kernels.decode`."""
     del layer
     sums = column_sums(statistics)
@@ -102,7 +106,8 @@ def run(
         window=window,
         interpret=interpret,
     )
-    return found.out, found.keys, found.values, found.received
+    told = None if far is None else far_lse(queries, found.keys, positions, position, far, window)
+    return found.out, found.keys, found.values, found.received, told
 
 
 class Attended(NamedTuple):

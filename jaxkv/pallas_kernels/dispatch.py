@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.sharding import by_device, on_mesh
@@ -177,6 +178,14 @@ def _platforms() -> tuple[str, ...]:
         return (device.platform,)
     default = jax.default_backend()
     return (default,) if default == "cpu" else (default, "cpu")
+
+
+def check_dtypes(**arrays: Any) -> None:
+    """Raises `NotImplementedError` unless all are of one floating dtype."""
+    dtypes = {name: array.dtype.name for name, array in arrays.items()}
+    if len(set(dtypes.values())) > 1 or not jnp.issubdtype(min(dtypes.values()), jnp.floating):
+        told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise NotImplementedError(f"arrays must be of one floating dtype, got {told}")
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from jaxkv.statistics import GROUPS, ColumnSums
 _FOLDER = Path(__file__).with_name("native_src")
 #: Symbols of the library; targets of foreign calls have the same names.
 _FUNCTIONS = tuple(
-    f"jaxkv_{name}" for name in ("linear", "decode", "decode_shared", "far_lse", "prompt", "victim")
+    f"jaxkv_{name}" for name in ("linear", "decode", "decode_shared", "prompt", "victim")
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120

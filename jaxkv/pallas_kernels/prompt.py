@@ -11,8 +11,7 @@ kernels rely on it.
 from typing import Any
 
 from jaxkv.attention import attend_block
-from jaxkv.pallas_kernels.decode import check_dtypes
-from jaxkv.pallas_kernels.dispatch import Operation
+from jaxkv.pallas_kernels.dispatch import Operation, check_dtypes
 
 
 def _check(queries: Any, query_positions: Any, keys: Any, *rest: Any, **options: Any) -> None:

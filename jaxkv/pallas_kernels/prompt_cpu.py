@@ -12,7 +12,8 @@ from jax import Array
 
 from jaxkv.attention import Far, attend_block
 from jaxkv.pallas_kernels import native
-from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
+from jaxkv.pallas_kernels.decode import column_sums
+from jaxkv.pallas_kernels.dispatch import check_dtypes
 from jaxkv.statistics import Statistic
 
 #: Parts that the rows of a KV head are cut into: work for as many cores.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv.attention import Far
-from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
+from jaxkv.pallas_kernels.decode import column_sums
 from jaxkv.pallas_kernels.decode_gpu import (
     LOG2_E,
     call,
@@ -20,6 +20,7 @@ from jaxkv.pallas_kernels.decode_gpu import (
     power_of_two,
     refuse_interpreter,
 )
+from jaxkv.pallas_kernels.dispatch import check_dtypes
 from jaxkv.pallas_kernels.triton_prompt import prompt_attend, prompt_collect
 from jaxkv.statistics import Statistic
 

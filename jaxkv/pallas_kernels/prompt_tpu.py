@@ -21,8 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from jaxkv.attention import Far
-from jaxkv.pallas_kernels.decode import check_dtypes, column_sums
+from jaxkv.pallas_kernels.decode import column_sums
 from jaxkv.pallas_kernels.decode_tpu import of_group
+from jaxkv.pallas_kernels.dispatch import check_dtypes
 from jaxkv.statistics import Statistic
 
 _MASKED = -1e30

@@ -5,8 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.pallas_kernels.decode import check_dtypes
-from jaxkv.pallas_kernels.dispatch import Operation
+from jaxkv.pallas_kernels.dispatch import Operation, check_dtypes
 
 
 def _plain(

@@ -1,8 +1,10 @@
 // A decode step: keys and values pass by once, cut into parts for all cores.
 
 #include <cmath>
+#include <vector>
 
 #include "common.h"
+#include "shared.h"
 #include "softmax.h"
 
 namespace jaxkv {
@@ -17,9 +19,9 @@ struct Shape {
 ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value, Floats keys_in,
                   Floats values_in, Int32s positions, Int32s free, Int32s position, Floats onto,
                   ffi::Result<Floats> out, ffi::Result<Floats> keys, ffi::Result<Floats> values,
-                  ffi::Result<Floats> received, ffi::Result<Floats> weights,
-                  ffi::Result<Floats> parts, int64_t part, int64_t window, int64_t reduction,
-                  float power) {
+                  ffi::Result<Floats> received, ffi::Result<Floats> told,
+                  ffi::Result<Floats> weights, ffi::Result<Floats> parts, int64_t part,
+                  int64_t window, int64_t sinks, int64_t recent, int64_t reduction, float power) {
   if (keys_in.typed_data() != keys->typed_data() || values_in.typed_data() != values->typed_data())
     return ffi::Error::Internal("keys and values must be changed in place");
   const auto q = queries.dimensions(), k = keys->dimensions();
@@ -27,6 +29,8 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
   const int64_t count = ceil_div(n.slots, part);
   const Parts sums(parts->typed_data(), n.group, count, n.dim);
   const bool collects = received->element_count() > 0, adds = onto.element_count() > 0;
+  // Of distant logits, per query head and part: the highest, and the sum of exponentials.
+  std::vector<float> far(told->element_count() * count * 2);
   const float scale = 1.0f / std::sqrt(static_cast<float>(n.dim));
 
   parallel(pool, n.batch * n.kv_heads * count, [&](int64_t unit) {
@@ -59,6 +63,9 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
         top = top > logits ? top : logits;
         lanes.store(w + s, logits);
       });
+      if (!far.empty())
+        far_sum(View(now, window, sinks, recent), w, at, length, 1.0f,
+                far.data() + ((row * n.group + g) * count + unit % count) * 2);
       float* p = sums.at(row, g, unit % count);
       p[0] = highest(top);
       p[1] = soften(w, length, p[0]);
@@ -69,6 +76,9 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
 
   parallel(pool, n.batch * n.kv_heads, [&](int64_t row) {
     sums.join(row, out->typed_data() + row * n.group * n.dim);
+    if (!far.empty())
+      for (int64_t i = row * n.group; i < (row + 1) * n.group; ++i)
+        told->typed_data()[i] = far_log_sum(far.data() + i * count * 2, count);
     if (!collects) return;
     const float* W = weights->typed_data() + row * n.group * n.slots;
     float* to = received->typed_data() + row * n.slots;
@@ -111,10 +121,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_decode, Decode,
                                   .Ret<Floats>()  // keys
                                   .Ret<Floats>()  // values
                                   .Ret<Floats>()  // received
+                                  .Ret<Floats>()  // far log-sum-exp
                                   .Ret<Floats>()  // weights
                                   .Ret<Floats>()  // parts
                                   .Attr<int64_t>("part")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("sinks")
+                                  .Attr<int64_t>("recent")
                                   .Attr<int64_t>("reduction")
                                   .Attr<float>("power"));
 

@@ -33,7 +33,7 @@ struct View {
 // log(sum of e^x) of what has been gathered as a highest logit and a sum.
 inline float log_sum(float top, float total) { return total > 0 ? top + std::log(total) : kMasked; }
 
-// Of the distant ones among unscaled logits: the highest, scaled, and the sum of exponentials.
+// Of the distant ones among logits that are to be scaled: the highest, and the sum of exponentials.
 inline void far_sum(const View& view, const float* logits, const int32_t* positions, int64_t length,
                     float scale, float* out) {
   auto distant = [&](int64_t s, auto lanes) {
