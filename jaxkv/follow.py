@@ -65,6 +65,7 @@ def extend_layer(
     kv_heads = keys.shape[2]
     grouped = queries.reshape(batch, t, kv_heads, heads // kv_heads, dim)
     ready = _Ready.of(grouped, keys, new, far_map, layer.parts)
+    step = t == 1 and not new.fresh
     parts: list[Part] = list(layer.parts)
     lent: list[Lent | None] = [
         given if group.lends else None
@@ -78,37 +79,22 @@ def extend_layer(
     for i, (group, part, given) in enumerate(
         zip(layer.groups, layer.parts, layer.lent, strict=True)
     ):
-        v = take_heads(values, group.heads, 2)
         if isinstance(part, LayerCache):
-            q, k = (take_heads(x, group.heads, 2) for x in (grouped, keys))
+            q, k, v = (take_heads(x, group.heads, 2) for x in (grouped, keys, values))
             weight = None if output is None else _columns(output, group.heads, kv_heads)
-            flat = q.reshape(batch, t, -1, dim)
-            predicts = sharing.skip is not None and sharing.skip[0] == "predicted"
-            out, parts[i], far = extend_root(
-                *(flat, k, v, part, new, policy, sharing if predicts and group.lends else None),
-                output=weight,
-                **options,
+            out, parts[i], lent[i] = _extend_group(
+                q, k, v, part, group, new, policy, sharing, output=weight, **options
             )
-            out = out.reshape(q.shape)
-            if group.lends:
-                lent[i] = _lend(k, v, part, parts[i], far, new, policy, sharing)
-        elif isinstance(part, Follower) and not sharing.values and t == 1 and not new.fresh:
+        elif step and isinstance(part, Follower) and not sharing.values:
             together.append(i)
             continue
         else:
-            assert given is not None
             assert ready is not None
             q, q_far, k = (take_heads(x, group.heads, 2) for x in ready)
-            if isinstance(part, Merged):
-                out, parts[i], returned[i] = follow_merged(
-                    q, k, v, part, given, new, sharing.merge, window, index
-                )
-            elif sharing.values:
-                out, parts[i] = _follow_all(q_far, part, given, new, index, window)
-            else:
-                out, parts[i] = _follow_block(
-                    q, q_far, k, v, part, given, new, sharing, index, window
-                )
+            v = take_heads(values, group.heads, 2)
+            out, parts[i], returned[i] = _follow(
+                q, q_far, k, v, part, given, new, sharing, index, window
+            )
         outs.append(((group,), out))
     if together:
         out, changed = _follow_step(ready, values, layer, together, new, sharing, window)
@@ -165,6 +151,19 @@ def turned(x: Array, new: NewTokens) -> Array:
     return turn(x, (cos, sin))
 
 
+def _extend_group(q, k, v, part, group, new, policy, sharing, **options):
+    """`extend` for heads that are their own root: output, cache, and what later layers need."""
+    batch, t, *_ = q.shape
+    predicts = sharing.skip is not None and sharing.skip[0] == "predicted"
+    out, after, far = extend_root(
+        q.reshape(batch, t, -1, q.shape[-1]),
+        *(k, v, part, new, policy, sharing if predicts and group.lends else None),
+        **options,
+    )
+    lent = _lend(k, v, part, after, far, new, policy, sharing) if group.lends else None
+    return out.reshape(q.shape), after, lent
+
+
 def _lend(k, v, before, after, far, new, policy, sharing):
     """What the layers that follow need to know of a root that has been extended."""
     if k.shape[1] > 1 or new.fresh:
@@ -206,6 +205,15 @@ def _slots_of_ring(met, new, policy, sharing):
     b, k = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[None, :, None]
     ring = jnp.full((batch, kv_heads, sharing.near), count)
     return ring.at[b, k, seat].set(jnp.arange(count), mode="drop")
+
+
+def _follow(q, q_far, k, v, part, lent, new, sharing, index, window):
+    """A group that follows: output, cache, and the root's keys and values where they change."""
+    if isinstance(part, Merged):
+        return follow_merged(q, k, v, part, lent, new, sharing.merge, window, index)
+    if sharing.values:
+        return *_follow_all(q_far, part, lent, new, index, window), None
+    return *_follow_block(q, q_far, k, v, part, lent, new, sharing, index, window), None
 
 
 def _follow_step(ready, values, layer, together, new, sharing, window):
