@@ -42,7 +42,7 @@ OPTIONS = [
     Option("batch", int, 1, 1, "rows of an update"),
     Option("count", int, 2, 1, "texts that are measured"),
     Option("every", int, 20, 3, "updates between checkpoints"),
-    Option("returning", int, 480, 120, "in every other row so many tokens come again; 0: in none"),
+    Option("returning", float, 0.46875, 0.46875, "share of every other row that comes again"),
     Option("learning-rate", float, 2e-4, 2e-4, "the highest"),
     Option("distill", float, 1.0, 1.0, "weight of the dense model's predictions"),
     NEAR,
@@ -68,7 +68,8 @@ def measure(args: argparse.Namespace) -> None:
     documents = texts.fitted
     if args.returning:
         documents = jaxkv.pod.pieces(params, texts.fitted, args.length)
-        documents[::2] = jaxkv.pod.returning(documents[::2], args.returning)
+        again = int(args.returning * args.length)
+        documents[::2] = jaxkv.pod.returning(documents[::2], again)
     records = Records(args, model=args.model, near=args.near, length=args.length)
     pairs = jaxkv.PodPlan.every(2, params.config)
     policies: dict[str, Policy] = {

@@ -65,7 +65,7 @@ NEAR = Option("near", int, [16, 240], [16, 112], "how many first and latest toke
 PLAN = [
     Option("explore", int, 4, 2, "texts to explore"),
     Option("explore-length", int, 1024, 512, "tokens of each"),
-    Option("returning", int, 480, 240, "the first so many of them come again at the end; 0: none"),
+    Option("returning", float, 0.46875, 0.46875, "share of each that comes again at its end"),
     Option(
         "over", str, "min", "min", "how the query heads of a KV head are put together: min, mean"
     ),
@@ -145,7 +145,7 @@ def explored(
     length = args.explore_length
     rows = jaxkv.pod.pieces(params, texts.fitted, length, count=args.explore)
     if args.returning:
-        rows = jaxkv.pod.returning(rows, args.returning)
+        rows = jaxkv.pod.returning(rows, int(args.returning * length))
     return jaxkv.pod.explore(
         params,
         rows,

@@ -585,6 +585,14 @@ def test_queries_for_distant_keys_are_mapped(family):
     assert np.abs(np.subtract(logprobs(-9), logprobs(1))).max() > 1e-4
 
 
+def test_texts_may_return_to_their_beginning():
+    assert returning([[1, 2, 3, 4, 5], (6, 7, 8, 9)], 2) == [[1, 2, 3, 1, 2], [6, 7, 6, 7]]
+    with pytest.raises(ValueError, match=r"at least 6 tokens, that 3 may return, and one has 5"):
+        returning([[1, 2, 3, 4, 5]], 3)
+    with pytest.raises(ValueError, match="count must be an int >= 1, got 0"):
+        returning([[1, 2]], 0)
+
+
 # Memory.
 
 

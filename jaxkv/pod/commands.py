@@ -27,8 +27,8 @@ def explore(
     length: Annotated[int, typer.Option(help="tokens of each")] = 1024,
     last_rows: Annotated[int, typer.Option(help="queries at the end of each to compare")] = 64,
     returning: Annotated[
-        int, typer.Option(help="the first so many tokens of each come again at its end", min=0)
-    ] = 480,
+        float, typer.Option(help="share of each that comes again at its end", min=0, max=0.5)
+    ] = 0.46875,
     over: Annotated[
         str, typer.Option(help="how query heads of a KV head are put together: min, mean")
     ] = "min",
@@ -41,7 +41,7 @@ def explore(
     params = jaxkv.load(model)
     rows: Any = jaxkv.pod.pieces(params, _read(texts), length, count=count)
     if returning:
-        rows = jaxkv.pod.returning(rows, returning)
+        rows = jaxkv.pod.returning(rows, int(returning * length))
     found = jaxkv.pod.explore(
         params,
         rows,
