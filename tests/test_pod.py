@@ -55,6 +55,7 @@ from jaxkv.follow import extend_layer
 from jaxkv.generate import Past
 from jaxkv.loops import empty_cache, enlarge
 from jaxkv.pod.cla import CLA
+from jaxkv.pod.texts import returning
 from jaxkv.policies import get, registered
 from jaxkv.positions import rotary_frequencies
 from jaxkv.report import make_report
