@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> None:
     print(table(["update", *args.forms], cells))
     for form in args.forms:
         lines = (args.out / form / LOG).read_text(encoding="utf-8").splitlines()
-        spent = sum(json.loads(line)["seconds"] for line in lines)
+        spent = sum(json.loads(line).get("seconds", 0.0) for line in lines)
         print(f"\n{form}: {spent:.0f} s of training, log and loss curve in {args.out / form}")
 
 
