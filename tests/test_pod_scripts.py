@@ -106,6 +106,27 @@ def test_perplexity_is_told_against_what_is_saved(main, tmp_path):
     assert told.count("| --- |") == 3
 
 
+def test_rivals_are_trained_on_the_same_tokens(main, pod_plan, story, shallow, tmp_path):
+    pod_plan.save(tmp_path / "plan.json")
+    text = tmp_path / "text.txt"
+    text.write_text(shallow.tokenizer.decode(story) * 2)
+    records, told = main(
+        "pod_adapt",
+        *("--plan", tmp_path / "plan.json", "--out", tmp_path / "out", "--texts", text),
+        *("--forms", "pod", "dense", "--steps", 2, "--every", 1, "--count", 1),
+        *("--length", 64, "--near", 4, 12),
+    )
+    assert [(r["form"], r["step"]) for r in records] == [
+        ("full", 0), *((form, step) for form in ("pod", "dense") for step in range(3)),
+    ]  # fmt: skip
+    full, *_ = (r["perplexity"] for r in records)
+    found = {(r["form"], r["step"]): r["perplexity"] for r in records}
+    assert found["dense", 0] == full != found["pod", 0]
+    assert all(found[form, 2] != found[form, 0] for form in ("pod", "dense"))
+    assert f"| 2 | {found['pod', 2]:.2f} | {found['dense', 2]:.2f} |" in told
+    assert "dense: " in told
+
+
 def test_needles_are_looked_for_under_everyone(main, pod_plan, shallow, tmp_path):
     from safetensors.numpy import save_file
 
