@@ -9,15 +9,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jaxkv.models.base import flatten, map_with_path
 from jaxkv.models.params import Params
 from jaxkv.pod.plan import PodPlan
-from jaxkv.pod.policy import check_shareable
-from jaxkv.policies.base import Policy
-from jaxkv.policies.static import Full
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.pod.policy import Sharer
 from jaxkv.shared import Sharing
 
 #: Key and value projections, by the names of Llama and OPT.
@@ -25,7 +22,7 @@ _PROJECTIONS = re.compile(r"layers\.(\d+)\.(.*\.(?:k_proj|v_proj)\.(?:weight|bia
 
 
 @dataclasses.dataclass(frozen=True)
-class CLA(Wrapper):
+class CLA(Sharer):
     """Heads that follow a root read all of its keys and values, and store nothing.
 
     Attributes:
@@ -37,35 +34,14 @@ class CLA(Wrapper):
 
     """
 
-    plan: PodPlan = None  # type: ignore[assignment]
-    of: Policy = dataclasses.field(default=Full(), kw_only=True)
-
     name: ClassVar[str] = "cla"
     keeps: ClassVar[str] = "every token; keys and values once per block of layers"
     source: ClassVar[str] = "CLA, arXiv 2405.12981"
     frees: ClassVar[str] = "keys and values of layers that follow another"
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.plan, PodPlan):
-            raise ValueError(f"plan must be a jaxkv.PodPlan, got {self.plan!r}")
-        super().__post_init__()
-        check_shareable(self, self.of)
-
     @property
     def sharing(self) -> Sharing:
         return Sharing(self.plan.root, sinks=0, recent=0, values=True)
-
-    @property
-    def keeper(self) -> Policy:
-        return self.of
-
-    def prepare(self, params: Params) -> Policy:
-        self.plan.check(params.config)
-        return super().prepare(params)
-
-    def budgets(self, length: int, num_layers: int, kv_heads: int) -> Int[np.ndarray, "l k"]:
-        own = self.of.budgets(length, num_layers, kv_heads)
-        return np.take_along_axis(own, np.array(self.plan.root), 0)
 
 
 def averaged(params: Params, plan: PodPlan) -> Params:

@@ -4,19 +4,13 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Int
 
-from jaxkv.models.params import Params
-from jaxkv.pod.plan import PodPlan
-from jaxkv.pod.policy import check_shareable
-from jaxkv.policies.base import Policy
-from jaxkv.policies.static import Full
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.pod.policy import Sharer
 from jaxkv.shared import Merge, Sharing
 
 
 @dataclasses.dataclass(frozen=True)
-class MiniCache(Wrapper):
+class MiniCache(Sharer):
     """Two layers store, for each token, one direction of their keys and one of their values, which
     lie between theirs (spherical interpolation), and the length of each; tokens whose directions
     lie far apart are stored whole (MiniCache, arXiv 2405.14366). Needs no training.
@@ -41,10 +35,8 @@ class MiniCache(Wrapper):
 
     """
 
-    plan: PodPlan = None  # type: ignore[assignment]
     toward: float = 0.6
     keep: float = 0.05
-    of: Policy = dataclasses.field(default=Full(), kw_only=True)
 
     name: ClassVar[str] = "minicache"
     keeps: ClassVar[str] = "every token; one direction for two layers, and their lengths"
@@ -52,8 +44,7 @@ class MiniCache(Wrapper):
     frees: ClassVar[str] = "keys and values of the second layer of a pair, but for a few tokens"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.plan, PodPlan):
-            raise ValueError(f"plan must be a jaxkv.PodPlan, got {self.plan!r}")
+        super().__post_init__()
         for name in ("toward", "keep"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -66,22 +57,8 @@ class MiniCache(Wrapper):
                 f"MiniCache merges two layers, and the plan has a block of {longest}: take "
                 "jaxkv.PodPlan.every(2, config)"
             )
-        super().__post_init__()
-        check_shareable(self, self.of)
 
     @property
     def sharing(self) -> Sharing:
         merge = Merge(self.toward, self.keep)
         return Sharing(self.plan.root, sinks=0, recent=0, values=True, merge=merge)
-
-    @property
-    def keeper(self) -> Policy:
-        return self.of
-
-    def prepare(self, params: Params) -> Policy:
-        self.plan.check(params.config)
-        return super().prepare(params)
-
-    def budgets(self, length: int, num_layers: int, kv_heads: int) -> Int[np.ndarray, "l k"]:
-        own = self.of.budgets(length, num_layers, kv_heads)
-        return np.take_along_axis(own, np.array(self.plan.root), 0)

@@ -17,7 +17,33 @@ from jaxkv.shared import SKIP_FORMS, Sharing
 
 
 @dataclasses.dataclass(frozen=True)
-class PoD(Wrapper):
+class Sharer(Wrapper):
+    """What policies have in common under which layers share, as a plan says."""
+
+    plan: PodPlan = None  # type: ignore[assignment]
+    of: Policy = dataclasses.field(default=Full(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, PodPlan):
+            raise ValueError(f"plan must be a jaxkv.PodPlan, got {self.plan!r}")
+        super().__post_init__()
+        check_shareable(self, self.of)
+
+    @property
+    def keeper(self) -> Policy:
+        return self.of
+
+    def prepare(self, params: Params) -> Policy:
+        self.plan.check(params.config)
+        return super().prepare(params)
+
+    def budgets(self, length: int, num_layers: int, kv_heads: int) -> Int[np.ndarray, "l k"]:
+        own = self.of.budgets(length, num_layers, kv_heads)
+        return np.take_along_axis(own, np.array(self.plan.root), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoD(Sharer):
     """Keys of near tokens in every layer, keys of distant ones only in a plan's roots, all values
     (arXiv 2412.02252).
 
@@ -41,11 +67,9 @@ class PoD(Wrapper):
 
     """
 
-    plan: PodPlan = None  # type: ignore[assignment]
     sinks: int = 16
     recent: int = 4080
     skip: tuple[str, float] | None = None
-    of: Policy = dataclasses.field(default=Full(), kw_only=True)
 
     name: ClassVar[str] = "pod"
     keeps: ClassVar[str] = "every token; distant keys once per block of similar layers"
@@ -53,27 +77,20 @@ class PoD(Wrapper):
     frees: ClassVar[str] = "distant keys of layers that follow another"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.plan, PodPlan):
-            raise ValueError(f"plan must be a jaxkv.PodPlan, got {self.plan!r}")
+        super().__post_init__()
         for name, least in (("sinks", 0), ("recent", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
         if self.skip is not None:
             _check_skip(self.skip)
-        super().__post_init__()
-        check_shareable(self, self.of)
 
     @property
     def sharing(self) -> Sharing:
         return Sharing(self.plan.root, self.sinks, self.recent, self.skip)
 
-    @property
-    def keeper(self) -> Policy:
-        return self.of
-
     def prepare(self, params: Params) -> Policy:
-        self.plan.check(params.config)
+        prepared = super().prepare(params)
         near, most = self.sinks + self.recent, params.config.max_positions
         if near > most:
             raise ValueError(
@@ -81,16 +98,12 @@ class PoD(Wrapper):
                 f"{params.name or 'the model'} has {most} positions: no token would be distant; "
                 "give fewer"
             )
-        return super().prepare(params)
+        return prepared
 
     def weights(self, params: Params) -> Params:
         if self.plan.maps is None or params.config.far_maps:
             return params.weights()
         return with_maps(params.weights(), self.plan.maps)
-
-    def budgets(self, length: int, num_layers: int, kv_heads: int) -> Int[np.ndarray, "l k"]:
-        own = self.of.budgets(length, num_layers, kv_heads)
-        return np.take_along_axis(own, np.array(self.plan.root), 0)
 
     def split(self, budget: int) -> dict[str, int]:
         return {**self.of.split(budget), "near": self.sinks + self.recent}
