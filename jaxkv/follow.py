@@ -132,7 +132,9 @@ class _Ready(NamedTuple):
         near = far = turned(queries, new)
         if far_map is not None:
             maps = far_map.reshape(*queries.shape[2:4], *far_map.shape[1:])
-            far = turned(jnp.einsum("btkgd,kgde->btkge", queries, maps), new)
+            # With heads in front: XLA on CPU multiplies in this order twice as fast.
+            mapped = jnp.einsum("btkgd,kgde->kgbte", queries, maps)
+            far = turned(jnp.moveaxis(mapped, (0, 1), (2, 3)), new)
         return cls(near, far, turned(keys, new))
 
 
@@ -160,11 +162,11 @@ def _extend_group(q, k, v, part, group, new, policy, sharing, **options):
         *(k, v, part, new, policy, sharing if predicts and group.lends else None),
         **options,
     )
-    lent = _lend(k, v, part, after, far, new, policy, sharing) if group.lends else None
+    lent = _lend(k, v, part, after, far, new, sharing) if group.lends else None
     return out.reshape(q.shape), after, lent
 
 
-def _lend(k, v, before, after, far, new, policy, sharing):
+def _lend(k, v, before, after, far, new, sharing):
     """What the layers that follow need to know of a root that has been extended."""
     if k.shape[1] > 1 or new.fresh:
         keys, values = jnp.moveaxis(turned(k, new), 1, 2), jnp.moveaxis(v, 1, 3)
@@ -185,18 +187,17 @@ def _lend(k, v, before, after, far, new, policy, sharing):
         before=before.positions,
         after=after.positions,
         free=before.free,
-        ring=_slots_of_ring(met, new, policy, sharing),
+        ring=_slots_of_ring(met, new, sharing),
         far=far,
         layer=after if sharing.merge else None,
     )
 
 
-def _slots_of_ring(met, new, policy, sharing):
+def _slots_of_ring(met, new, sharing):
     """The slots of the tokens in the ring; beyond the last slot for those that are not stored."""
     batch, kv_heads, count = met.shape
     last = new.length - 1
-    if not policy.evicts:
-        # Slots fill one after the other: a token's slot is its position.
+    if not sharing.evicts:
         held = sharing.seated(last, min(sharing.near, count))
         ring = jnp.where(held < 0, count, held)[:, None]
         return jnp.broadcast_to(ring, (batch, kv_heads, ring.shape[-1]))

@@ -71,6 +71,8 @@ class Sharing:
     recent: int
     #: A form of `SKIP_FORMS` and the share of a softmax from which the near part is enough.
     skip: tuple[str, float] | None = None
+    #: Roots drop tokens. Where they do not, slots fill one after the other: slot p holds token p.
+    evicts: bool = False
     #: Values are shared as well, and nothing is near: a follower stores nothing (CLA).
     values: bool = False
     #: And both are between those of the two layers (MiniCache).

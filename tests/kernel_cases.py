@@ -125,3 +125,13 @@ def decode_shared(seed, batch, kv_heads, group, dim, slots, sharing, dtype=jnp.f
         far,
     )
     return arguments, there
+
+
+def in_any_order(arguments, there):
+    """The same step, with tokens in other slots."""
+    slots = there.shape[2]
+    order = np.random.default_rng(1).permutation(slots)
+    now = np.append(np.argsort(order), slots)
+    *tokens, near, values, keys, positions, ring, free, position, far = arguments
+    moved = (values[..., order], keys[:, :, order], positions[..., order], now[ring], now[free])
+    return (*tokens, near, *map(jnp.asarray, moved), position, far), there[..., order]

@@ -284,7 +284,7 @@ def test_a_prompt_needs_no_matrix_as_large_as_the_text_squared(chip):
 
 @pytest.mark.parametrize("chip", ["v6e", "v5p"])
 def test_layers_that_share_keys_are_changed_in_place(chip):
-    """No layer is stored in another order from step to step; while it runs, one layer may be."""
+    """No layer is stored in another order, not even while it runs."""
     whole = MODELS["llama_3_8b"][0]
     config = shallow(whole, layers=4)
     root = [[0] * 8, [0, 1] * 4, [0, 1] * 4, [3, 1] * 4]
@@ -293,5 +293,5 @@ def test_layers_that_share_keys_are_changed_in_place(chip):
     total = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(cache))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= total
-    depth = whole.num_layers / config.num_layers
-    assert memory.temp_size_in_bytes < 0.04 * total * depth
+    largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.temp_size_in_bytes < largest

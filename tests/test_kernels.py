@@ -243,13 +243,17 @@ SHARED = {
     "few_heads_few_dims": ((3, 1, 2, 64, 300), {}),
     "window": ((2, 1, 2, 128, 256), {"window": 150}),
     "skipping": ((3, 2, 2, 128, 256), {"skip": ("predicted", 0.4)}),
+    "in_any_order": ((3, 2, 2, 128, 384), {"skip": ("predicted", 0.4), "evicts": True}),
 }
 
 
 def check_decode_shared(shape, options, dtype=jnp.float32, interpret=True, recent=128):
     skip, window = options.get("skip"), options.get("window")
-    sharing = Sharing(((0,), (0,)), sinks=3, recent=recent, skip=skip)
+    evicts = options.get("evicts", False)
+    sharing = Sharing(((0,), (0,)), sinks=3, recent=recent, skip=skip, evicts=evicts)
     arguments, there = kernel_cases.decode_shared(0, *shape, sharing, dtype=dtype)
+    if evicts:
+        arguments, there = kernel_cases.in_any_order(arguments, there)
     options = {"sharing": sharing, "window": window}
     decode_shared_tpu.check(*arguments, **options)
     got = decode_shared_tpu.run(*arguments, **options, interpret=interpret)
@@ -272,8 +276,9 @@ def check_shared_step(arguments, there, got, options, dtype=jnp.float32):
 
 @pytest.mark.parametrize("case", SHARED)
 def test_a_fused_shared_step_is_the_plain_step(case, small_blocks):
-    """Seen to fail when near tokens are met in both parts, the parts are added without their
-    shares, far queries are the near ones, an inactive head reads, or one that has ended writes.
+    """Seen to fail when near tokens are met by the root's keys, far queries are the near ones, a
+    ring is taken to be in order where it is not, a block is not read that holds the only sink, a
+    skipped head reads, or a sequence that has ended writes.
     """
     check_decode_shared(*SHARED[case])
 
@@ -289,6 +294,7 @@ def test_a_native_shared_step_is_the_plain_step(native_kernels, case, parts, mon
         monkeypatch.setattr(decode_cpu, "_SHORTEST", 50)
     exact = ((3, 2, 2, 64, 256), {"skip": ("exact", 0.55)})
     shape, options = (SHARED | {"exact": exact})[case]
+    evicts = options.get("evicts", False)
     options = {"window": options.get("window"), "skip": options.get("skip")}
     sharing = Sharing(((0,), (0,)), sinks=3, recent=128, skip=options.pop("skip"))
     options["sharing"] = sharing
@@ -298,6 +304,8 @@ def test_a_native_shared_step_is_the_plain_step(native_kernels, case, parts, mon
         arguments, there = kernel_cases.decode_shared(
             seed, *shape[:4], shape[4] + more, sharing, empty=1 + more
         )
+        if evicts:
+            arguments, there = kernel_cases.in_any_order(arguments, there)
         groups.append((*arguments[:5], jnp.nan_to_num(arguments[5]), *arguments[6:]))
         theres.append(there)
     batch, kv_heads, group, dim = shape[:4]

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from jaxkv.pallas_kernels.decode import column_sums, far_lse
+from jaxkv.pallas_kernels.decode import column_sums, far_lse, near_and_far
 from jaxkv.pallas_kernels.dispatch import check_dtypes
 from jaxkv.shared import Sharing
 from jaxkv.statistics import ColumnSums, Statistic
@@ -118,8 +118,18 @@ class Attended(NamedTuple):
     keys: Array
     values: Array
     received: tuple[Array, ...]
-    #: [batch, kv_heads, group]; None unless asked for.
-    lse: Array | None
+
+
+class Shared(NamedTuple):
+    """What heads need beside the keys of another layer to attend with them."""
+
+    #: What these keys are met with.
+    far_queries: Array
+    #: [batch, kv_heads, group, slots], float32: logits of near tokens, in their slots.
+    near_logits: Array
+    #: [batch, kv_heads]: whether distant tokens are left out; None for no.
+    skipped: Array | None
+    sharing: Sharing
 
 
 def attend(
@@ -135,9 +145,7 @@ def attend(
     *,
     sums: ColumnSums | None = None,
     window: int | None = None,
-    stored_key: bool = False,
-    lse: bool = False,
-    active: Array | None = None,
+    shared: Shared | None = None,
     interpret: Any = False,
 ) -> Attended:
     """The kernel.
@@ -146,10 +154,8 @@ def attend(
       queries, key, value, keys, values, positions, free, position, onto: as for `decode`.
       sums: the statistic.
       window: tokens that a query sees at most.
-      stored_key: the keys are complete and stay as they are: only the new value is written, and the
-        new token is seen only if `positions` has it.
-      lse: also give the log-sum-exp of the logits.
-      active: [batch, kv_heads] int32; where it is 0 no block is read, and nothing seen.
+      shared: the keys are those of another layer and stay as they are. Blocks of keys or of values
+        of which nothing is seen are not read.
       interpret: for Pallas' interpreter.
 
     """
@@ -163,9 +169,11 @@ def attend(
         onto = None
     elif onto is None:
         onto = jnp.zeros(positions.shape, jnp.float32)
+    prefetched = [free, position]
+    if shared is not None:
+        positions, reads = _needed(positions, free, position, shared, window, block)
+        prefetched.append(reads)
     padding = blocks * block - slots
-    if active is None:
-        active = jnp.ones((batch, kv_heads), jnp.int32)
     inputs = [
         queries.reshape(batch, kv_heads, group, dim),
         key[:, :, None],
@@ -175,15 +183,13 @@ def attend(
         jnp.pad(positions, ((0, 0), (0, 0), (0, padding)), constant_values=-1)[:, :, None],
     ]
 
-    def part(shape: tuple[int, ...], index: Any) -> pl.BlockSpec:
+    def part(shape: tuple[int, ...], index: Any, of: int = 1) -> pl.BlockSpec:
         """A block of one KV head; `index` has its place, from the number of the block of slots and
-        from the free slot.
+        from the free slot. Of the two rows of `_needed`, `of` is the one that it goes by.
         """
 
-        def place(b: Any, k: Any, j: Any, free: Any, _: Any, active: Any) -> Any:
-            # Where nothing is to be seen, the block that is written to: one that stays the same is
-            # not read again.
-            number = jnp.where(active[b, k] > 0, j, free[b, k] // block)
+        def place(b: Any, k: Any, j: Any, free: Any, _: Any, *reads: Any) -> Any:
+            number = reads[0][b, (2 * k + of) * blocks + j] if reads else j
             return b, k, *index(number, free[b, k])
 
         return pl.BlockSpec((None, None, *shape), place)
@@ -194,29 +200,33 @@ def attend(
     # The tile that is written: of lanes where slots are last, of sublanes where they are rows.
     tall = 32 // size
     along = part((dim, block), lambda j, _: (0, j))
-    down = part((block, dim), lambda j, _: (j, 0))
+    of_keys = (
+        part((dim, block), lambda j, _: (0, j), 0)
+        if slots_last
+        else part((block, dim), lambda j, _: (j, 0), 0)
+    )
     tile_along = part((dim, _LANES), lambda _, free: (0, free // _LANES))
     tile_down = part((tall, dim), lambda _, free: (free // tall, 0))
     head, row = whole(group, dim), whole(1, slots)
     token = whole(1, dim)
-    in_specs = [head, token, token, along if slots_last else down, along, whole(1, blocks * block)]
+    in_specs = [head, token, token, of_keys, along, whole(1, blocks * block)]
     out_specs = [head, tile_along if slots_last else tile_down, tile_along]
     outputs: list[Any] = [inputs[0], inputs[3], inputs[4]]
-    # The cache comes back in its own buffers. Counted with the three prefetched operands.
-    aliases = {6: 1, 7: 2}
-    if stored_key:
+    # The cache comes back in its own buffers.
+    first = len(prefetched)
+    aliases = {first + 3: 1, first + 4: 2}
+    if shared is not None:
+        inputs += [shared.far_queries.reshape(inputs[0].shape), shared.near_logits]
+        in_specs += [head, part((group, block), lambda j, _: (0, j))]
         del out_specs[1], outputs[1]
-        aliases = {7: 1}
+        aliases = {first + 4: 1}
     cached = len(outputs)
     if onto is not None:
         inputs.append(onto[:, :, None])
         in_specs.append(row)
         outputs.append(inputs[-1])
         out_specs.append(row)
-        aliases[9] = len(outputs) - 1
-    if lse:
-        outputs.append(jax.ShapeDtypeStruct((batch, kv_heads, group, _LANES), jnp.float32))
-        out_specs.append(whole(group, _LANES))
+        aliases[first + len(inputs) - 1] = len(outputs) - 1
     shapes: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     if not interpret:
         # The compiler would bring a layer that fits into VMEM as a whole, and write all of it back.
@@ -231,16 +241,15 @@ def attend(
             slots=slots,
             block=block,
             slots_last=slots_last,
-            stored_key=stored_key,
-            with_lse=lse,
+            sharing=None if shared is None else shared.sharing,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=len(prefetched),
             grid=(batch, kv_heads, blocks),
             in_specs=in_specs,
             out_specs=out_specs,
             scratch_shapes=[
-                pltpu.VMEM((blocks, group, block), jnp.float32),
+                pltpu.VMEM((1 if sums is None else blocks, group, block), jnp.float32),
                 pltpu.VMEM((group, dim), jnp.float32),
                 pltpu.VMEM((group, _LANES), jnp.float32),
                 pltpu.VMEM((group, _LANES), jnp.float32),
@@ -258,17 +267,33 @@ def attend(
         ),
         interpret=interpret,
         name="decode",
-    )(free, position, active, *inputs)
+    )(*prefetched, *inputs)
     out, *stored = results[:cached]
-    if not stored_key:
+    if shared is None:
         keys = jnp.swapaxes(stored[0], 2, 3) if slots_last else stored[0]
-    return Attended(
-        out.reshape(batch, heads, dim),
-        keys,
-        stored[-1],
-        () if onto is None else (results[cached][:, :, 0],),
-        results[-1][..., 0] if lse else None,
-    )
+    received = () if onto is None else (results[cached][:, :, 0],)
+    return Attended(out.reshape(batch, heads, dim), keys, stored[-1], received)
+
+
+def _needed(
+    positions: Array, free: Array, position: Array, shared: Shared, window: int | None, block: int
+) -> tuple[Array, Array]:
+    """Positions, -1 where a token is skipped, and for every step of the grid the block of keys and
+    that of values to hold: its own, or another step's if it has no use for that, since a block that
+    stays the same is not read again. As `[batch, kv_heads * 2 * blocks]`: keys, then values.
+    """
+    near, far = near_and_far(positions, position, shared.sharing, window)
+    if shared.skipped is not None:
+        skipped = far & shared.skipped[..., None]
+        positions, far = jnp.where(skipped, -1, positions), far & ~skipped
+    batch, kv_heads, slots = positions.shape
+    written = jnp.arange(slots) == free[..., None]
+    used = jnp.stack([far, near | far | written], 2)
+    used = jnp.pad(used, ((0, 0), (0, 0), (0, 0), (0, -slots % block)))
+    used = jnp.any(used.reshape(batch, kv_heads, 2, -1, block), -1)
+    latest = lax.cummax(jnp.where(used, jnp.arange(used.shape[3]), -1), axis=3)
+    reads = jnp.maximum(latest, jnp.argmax(used, 3, keepdims=True))
+    return positions, reads.astype(jnp.int32).reshape(batch, -1)
 
 
 def block_of(slots: int, dim: int, size: int) -> int:
@@ -280,35 +305,33 @@ def block_of(slots: int, dim: int, size: int) -> int:
 def _kernel(
     free_ref,  # SMEM [batch, kv_heads] int32
     position_ref,  # SMEM [batch] int32
-    active_ref,  # SMEM [batch, kv_heads] int32
-    queries_ref,  # [group, dim]
-    key_ref,  # [1, dim], of the new token
-    value_ref,  # [1, dim]
-    keys_ref,  # [dim, block], or [block, dim] where slots are rows
-    values_ref,  # [dim, block]
-    positions_ref,  # [1, blocks * block] int32
-    *refs,  # [onto [1, slots]]; out [group, dim], tiles of [keys and] values, [sums, lse]; scratch
+    *refs,
     sums: ColumnSums | None,
     window: int | None,
     slots: int,
     block: int,
     slots_last: bool,
-    stored_key: bool,
-    with_lse: bool,
+    sharing: Sharing | None,
 ):
+    refs = iter(refs)
+    reads_ref = None if sharing is None else next(refs)  # SMEM [batch, kv_heads * 2 * blocks]
+    queries_ref = next(refs)  # [group, dim]
+    key_ref, value_ref = next(refs), next(refs)  # [1, dim], of the new token
+    keys_ref = next(refs)  # [dim, block], or [block, dim] where slots are rows
+    values_ref = next(refs)  # [dim, block]
+    positions_ref = next(refs)  # [1, blocks * block] int32
+    far_queries_ref, near_ref = queries_ref, None
+    if sharing is not None:
+        far_queries_ref, near_ref = next(refs), next(refs)  # [group, dim], [group, block]
+    onto_ref = None if sums is None else next(refs)  # [1, slots]
+    out_ref = next(refs)  # [group, dim]
+    key_tile_ref = next(refs) if sharing is None else None
+    value_tile_ref = next(refs)
+    received_ref = None if sums is None else next(refs)  # [1, slots]
     # Scratch: logits of all blocks; output, maximum and sum of each query head in the making.
-    *others, logits_ref, acc_ref, high_ref, sum_ref = refs
-    lse_ref: Any = others.pop() if with_lse else None
-    onto_ref: Any = None
-    received_ref: Any = None
-    key_tile_ref: Any = None
-    if sums is not None:
-        onto_ref, *others, received_ref = others
-    if stored_key:
-        out_ref, value_tile_ref = others
-    else:
-        out_ref, key_tile_ref, value_tile_ref = others
-    b, k, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    logits_ref, acc_ref, high_ref, sum_ref = refs
+    b, k, j = (pl.program_id(axis) for axis in range(3))
+    blocks = pl.num_programs(2)
     free, position = free_ref[b, k], position_ref[b]
     queries, key, value = queries_ref[...], key_ref[...], value_ref[...]
     scale = queries.shape[1] ** -0.5
@@ -330,25 +353,17 @@ def _kernel(
 
     @pl.when(j == 0)
     def _start():
-        if stored_key:
-            # Above what is masked, so that it has no weight, and below every logit.
-            high_ref[...] = jnp.full(high_ref.shape, _MASKED / 2, jnp.float32)
-            sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
-            acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
-            return
         high_ref[...] = jnp.broadcast_to(fresh, high_ref.shape)
         sum_ref[...] = jnp.ones(sum_ref.shape, jnp.float32)
         acc_ref[...] = jnp.broadcast_to(value.astype(jnp.float32), acc_ref.shape)
 
-    active = active_ref[b, k] > 0
-
-    @pl.when(j == jnp.where(active, free // block, 0))
+    @pl.when(j == free // block)
     def _write():
         here = free // block * block
         first = pl.multiple_of(free // _LANES * _LANES - here, _LANES)
         at = lax.broadcasted_iota(jnp.int32, (1, _LANES), 1) == free % _LANES
         value_tile_ref[...] = jnp.where(at, column(value), values_ref[:, pl.ds(first, _LANES)])
-        if stored_key:
+        if key_tile_ref is None:
             return
         if slots_last:
             key_tile_ref[...] = jnp.where(at, column(key), keys_ref[:, pl.ds(first, _LANES)])
@@ -358,34 +373,37 @@ def _kernel(
             at = lax.broadcasted_iota(jnp.int32, (tall, 1), 0) == free % tall
             key_tile_ref[...] = jnp.where(at, key, keys_ref[pl.ds(first, tall), :])
 
-    start = pl.multiple_of(j * block, _LANES)
-    positions = positions_ref[:, pl.ds(start, block)]
-    slot = start + lax.broadcasted_iota(jnp.int32, (1, block), 1)
-    seen = (positions >= 0) & (positions <= position) & (slot != free) & active
-    if window is not None:
-        seen &= position - positions < window
-    logits = dot(queries, keys_ref[...], (1, 0) if slots_last else (1, 1)) * scale
-    logits = jnp.where(seen, logits, _MASKED)
-    logits_ref[j] = logits
-    high = high_ref[:, :1]
-    higher = jnp.maximum(high, jnp.max(logits, 1, keepdims=True))
-    rescale, weights = jnp.exp(high - higher), jnp.exp(logits - higher)
-    # Slots that are not seen may hold anything, and 0 * NaN is NaN.
-    values = jnp.where(seen, values_ref[...], jnp.zeros((), values_ref.dtype))
-    acc_ref[...] = acc_ref[...] * rescale + dot(weights.astype(values.dtype), values, (1, 1))
-    sum_ref[...] = sum_ref[...] * rescale + jnp.sum(weights, 1, keepdims=True)
-    high_ref[...] = jnp.broadcast_to(higher, high_ref.shape)
+    # Another step's block has no slot that is seen here.
+    @pl.when(True if reads_ref is None else reads_ref[b, (2 * k + 1) * blocks + j] == j)
+    def _meet():
+        start = pl.multiple_of(j * block, _LANES)
+        positions = positions_ref[:, pl.ds(start, block)]
+        slot = start + lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        seen = (positions >= 0) & (positions <= position) & (slot != free)
+        if window is not None:
+            seen &= position - positions < window
+        keys = keys_ref[...]
+        logits = dot(far_queries_ref[...], keys, (1, 0) if slots_last else (1, 1)) * scale
+        if near_ref is not None:
+            near = sharing.is_near(position, positions)
+            logits = jnp.where(near, near_ref[...], logits)
+        logits = jnp.where(seen, logits, _MASKED)
+        if sums is not None:
+            logits_ref[j] = logits
+        high = high_ref[:, :1]
+        higher = jnp.maximum(high, jnp.max(logits, 1, keepdims=True))
+        rescale, weights = jnp.exp(high - higher), jnp.exp(logits - higher)
+        # Slots that are not seen may hold anything, and 0 * NaN is NaN.
+        values = jnp.where(seen, values_ref[...], jnp.zeros((), values_ref.dtype))
+        acc_ref[...] = acc_ref[...] * rescale + dot(weights.astype(values.dtype), values, (1, 1))
+        sum_ref[...] = sum_ref[...] * rescale + jnp.sum(weights, 1, keepdims=True)
+        high_ref[...] = jnp.broadcast_to(higher, high_ref.shape)
 
-    @pl.when(j == pl.num_programs(2) - 1)
+    @pl.when(j == blocks - 1)
     def _finish():
         # A sequence that has ended sees nothing.
-        some = (position >= 0) & (sum_ref[:, :1] > 0)
-        total = jnp.where(some, sum_ref[:, :1], 1.0)
-        share = jnp.where(some, 1 / total, 0.0)
+        share = jnp.where(position >= 0, 1 / sum_ref[:, :1], 0.0)
         out_ref[...] = (acc_ref[...] * share).astype(out_ref.dtype)
-        if lse_ref is not None:
-            logsum = jnp.where(some, high_ref[:, :1] + jnp.log(total), _MASKED)
-            lse_ref[...] = jnp.broadcast_to(logsum, lse_ref.shape)
         if sums is None:
             return
 

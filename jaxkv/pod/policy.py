@@ -87,7 +87,8 @@ class PoD(Sharer):
 
     @property
     def sharing(self) -> Sharing:
-        return Sharing(self.plan.root, self.sinks, self.recent, self.skip)
+        own = (self.plan.root, self.sinks, self.recent, self.skip)
+        return Sharing(*own, evicts=self.of.evicts)
 
     def prepare(self, params: Params) -> Policy:
         prepared = super().prepare(params)

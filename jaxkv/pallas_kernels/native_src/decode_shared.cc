@@ -152,6 +152,10 @@ struct Group {
                 far.data() + ((row * group + g) * count + c) * 2);
       for_vectors(end - begin, [&](int64_t i, auto lanes) {
         const int64_t s = begin + i;
+        // Values come next.
+        if (g == 0)
+          for (int64_t d = 0; d < kRows; ++d)
+            __builtin_prefetch(values + (row * dim + d) * slots + first + s);
         auto visible = seen.sees(lanes.template load<Ints>(at + s));
         lanes.store(w + s, visible ? lanes.load(w + s) * layer.scale : all(kMasked));
       });
