@@ -79,9 +79,10 @@ def follow_merged(q, k, v, part, lent, new, merge, window, index):
     """
     step = q.shape[1] == 1 and not new.fresh
     follow = _follow_step if step else _follow_block
-    out, part, keys, values = follow(q, k, v, part, lent, new, merge, window, index)
     count = jnp.sum(lent.after >= 0, -1, dtype=jnp.int32)
-    return out, dataclasses.replace(part, count=count), (keys, values)
+    part = dataclasses.replace(part, count=count)
+    out, part, keys, values = follow(q, k, v, part, lent, new, merge, window, index)
+    return out, part, (keys, values)
 
 
 def _follow_step(q, k, v, part, lent, new, merge, window, index):
@@ -105,9 +106,7 @@ def _follow_step(q, k, v, part, lent, new, merge, window, index):
     out = _attend_both(q[:, 0], root, stretch, seen_root, whole, seen_whole)
 
     # The nearest of the whole tokens is merged, unless there is room for all.
-    still = dataclasses.replace(
-        whole, budget=jnp.broadcast_to(merge.budget(new.length)[:, None], whole.budget.shape)
-    )
+    still = dataclasses.replace(whole, budget=merge.budget(part.count))
     still = slots.drop(still, _held(lent.after, whole))
     left = slots.free_next(still, scores)
     out_of = left.free
@@ -188,7 +187,7 @@ def _follow_block(q, k, v, part, lent, new, merge, window, index):
     pair = (root.keys, jnp.swapaxes(root.values, 2, 3))
     own = (own_keys, jnp.swapaxes(own_values, 2, 3))
     (turned_keys, turned_values), stretches, apart = _merged_pair(pair, own, merge.toward)
-    budget = jnp.broadcast_to(merge.budget(new.length)[:, None], part.budget.shape)
+    budget = merge.budget(part.count)
     positions = jnp.where(exact, lent.after, -1)
     keep = keep_best(apart, positions, budget)
     leaves = exact & ~keep

@@ -49,16 +49,16 @@ class Merge:
 
     #: How far the common direction is from the root's towards the other layer's, in [0, 1].
     toward: float
-    #: The share of tokens seen that is stored whole.
+    #: The share of the tokens that the root stores which is whole.
     keep: float
 
     def places(self, count: int) -> int:
         """Slots for tokens that are stored whole, if the root has `count` slots."""
         return int(self.keep * count) + 1
 
-    def budget(self, length: Int[Array, " batch"]) -> Int[Array, " batch"]:
-        """How many of so many tokens are stored whole."""
-        return jnp.floor(self.keep * length.astype(jnp.float32)).astype(jnp.int32)
+    def budget(self, stored: Int[Array, "batch kv_heads"]) -> Int[Array, "batch kv_heads"]:
+        """How many of so many tokens that a root stores are whole."""
+        return jnp.floor(self.keep * stored.astype(jnp.float32)).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

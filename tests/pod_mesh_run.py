@@ -1,12 +1,12 @@
-"""One update of training on one device and on eight: run by `test_pod_training.py` in a process of
-its own, which has eight virtual CPU devices. Prints a line of JSON.
+"""One update of training on one device and on four: run by `test_pod_training.py` in a process of
+its own, which has four virtual CPU devices. Prints a line of JSON.
 """
 
 import json
 import os
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -65,7 +65,7 @@ def refused(match, call):
         # Combinations that mean nothing.
         (lambda: AdaKV(Full()), r"Full\(.*keeps every token: there is no budget to share"),
         (lambda: AdaKV(AdaKV()), r"shares budgets over heads already"),
-        (lambda: AdaKV(TopK()), r"changes what is kept, and TopK\(.*keeps every token"),
+        (lambda: AdaKV(TopK()), r"AdaKV cannot be combined with TopK\(.*which stores every token"),
         (lambda: AdaKV("snapkv"), r"wraps a jaxkv.Policy, got 'snapkv'"),
         (lambda: ChunkKV(H2O(8)), r"wrap a policy that drops at the prompt, such as SnapKV"),
         (lambda: CriticalKV(jaxkv.Knorm(8)), r"each need the one number that a token may carry"),

@@ -367,8 +367,8 @@ POLICIES |= {
 REFUSED = {
     "streaming": r"its positions are rolling",
     "lm_infinite": r"its positions are ceiling",
-    "topk": r"PoD changes what is kept, and TopK\(.*keeps every token",
-    "quest": r"PoD changes what is kept, and Quest\(.*keeps every token",
+    "topk": r"PoD cannot be combined with TopK\(.*which stores every token and reads some",
+    "quest": r"PoD cannot be combined with Quest\(.*which stores every token and reads some",
     "adakv": r"AdaKV\(.*heads share a pool of slots",
     "duo_attention": r"heads share a pool of slots",
     "kvzip": r"heads share a pool of slots",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pod_oracle
 import pytest
+from safetensors.numpy import load_file
 
 import jaxkv
 from jaxkv.pod.adapt import LOG, adapt, with_weights
@@ -78,7 +79,7 @@ def attention_of_layers(params, row):
     return np.stack(found)
 
 
-def test_similarity_is_the_divergence_of_the_last_rows(small, rows):
+def test_similarity_is_the_divergence_of_the_last_rows(small, rows, tmp_path):
     plan = explore(small, rows[:2], last_rows=5, threshold=0.0)
     config = small.config
     group = config.num_heads // config.num_kv_heads
@@ -98,6 +99,11 @@ def test_similarity_is_the_divergence_of_the_last_rows(small, rows):
     assert plan.root == ((0, 0),) * config.num_layers
     assert plan.settings["tokens"] == 80
     assert plan.settings["last_rows"] == 5
+    # The threshold that is found is one of the similarities, and gives the plan again, from a file.
+    some = replan(plan, target_saving=0.2)
+    some.save(tmp_path / "plan.json")
+    read = jaxkv.PodPlan.load(tmp_path / "plan.json")
+    assert replan(read, threshold=read.settings["threshold"]) == some
 
 
 def test_blocks_and_thresholds(small):
@@ -117,6 +123,7 @@ def test_blocks_and_thresholds(small):
         assert plan.saving >= target
         higher = alike[alike > plan.settings["threshold"] + 1e-6]
         assert all(replan(seen, threshold=float(t)).saving < target for t in np.unique(higher))
+        assert replan(seen, threshold=plan.settings["threshold"]) == plan
     with pytest.raises(ValueError, match=r"target_saving=0.49 cannot be reached: .* 0.444 would"):
         replan(seen, target_saving=0.49)
 
@@ -271,11 +278,14 @@ def training(small, plan, rows):
 def test_a_training_that_was_killed_goes_on_to_the_same_numbers(
     training, small, plan, rows, tmp_path
 ):
-    seen = []
+    seen = {}
     whole = training(
-        tmp_path / "whole", watch=lambda step, model: seen.append(step) or {"perplexity": 2.0}
+        tmp_path / "whole", watch=lambda step, model: seen.update({step: model}) or {"seen": 2.0}
     )
-    assert seen == [2, 4, 6]
+    assert list(seen) == [2, 4, 6]
+    kept = [np.concatenate([np.ravel(x) for x in _weights(model)]) for model in seen.values()]
+    assert (kept[0] != kept[1]).any()
+    np.testing.assert_array_equal(kept[2], np.concatenate([np.ravel(x) for x in _weights(whole)]))
     log = read_log(tmp_path / "whole")
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
     policy = jaxkv.PoD(plan, **NEAR)
@@ -317,32 +327,82 @@ def test_a_training_that_was_killed_goes_on_to_the_same_numbers(
     loaded = with_weights(small, tmp_path / "whole")
     for a, b in zip(_weights(whole), _weights(loaded), strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(ValueError, match=r"holds a training with .* choose another folder"):
-        training(tmp_path / "whole", seed=1)
+    # Whatever is different, shapes as well: what another training left stays.
+    for other, differs in (
+        ({"seed": 1}, "seed is 0 there and 1 here"),
+        ({"trains": "all"}, "trains"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"holds another training \({differs}.* choose another"
+        ):
+            training(tmp_path / "whole", **other)
+        assert (tmp_path / "whole" / "checkpoints" / "6").is_dir()
 
 
 def test_the_rotary_embedding_may_have_another_base(training, rows, tmp_path):
     """The model and what is loaded again agree; models whose frequencies are scaled are refused."""
     params = jaxkv.load(HERE / "checkpoints" / "qwen2")
     options = {"policy": jaxkv.Full(), "folder": tmp_path / "longer", "length": 40}
-    made = adapt(params, rows, steps=1, batch=1, rope_base=5e5, **options)
+    made = adapt(params, rows, steps=2, batch=1, rope_base=5e5, **options)
+    assert read_log(tmp_path / "longer")[0]["learning_rate"] > 0
     pairs = params.config.head_dim // 2
     frequencies = made.config.rotary_embedding.frequencies
     np.testing.assert_allclose(frequencies, 5e5 ** -(np.arange(pairs) / pairs))
     assert made.config.max_positions == params.config.max_positions
     loaded = with_weights(params, tmp_path / "longer")
     assert loaded.config == made.config
-    want, got = (jaxkv.perplexity(model, rows[0]) for model in (made, loaded))
+    turned = dataclasses.replace(params, config=made.config)
+    want, got, untrained = (jaxkv.perplexity(model, rows[0]) for model in (made, loaded, turned))
     assert got == want
-    assert abs(want - jaxkv.perplexity(params, rows[0])) > 1e-3
+    assert abs(want - untrained) > 1e-3
+    assert abs(untrained - jaxkv.perplexity(params, rows[0])) > 1e-3
+    # As in the paper: more positions, and most of the new ones near.
+    near = {"sinks": 16, "recent": 128}
+    plan = jaxkv.PodPlan.every(2, params.config)
+    longer = {"policy": jaxkv.PoD(plan, **near), "length": 160, "folder": tmp_path / "more"}
+    long = [(rows[0] + rows[1]) * 2]
+    with pytest.raises(ValueError, match="length=160 is more than the 128 positions of the model"):
+        adapt(params, long, steps=1, batch=1, rope_base=5e5, **longer)
+    more = adapt(params, long, steps=1, batch=1, rope_base=5e5, distill=0, **longer)
+    assert more.config.max_positions == 160
     with pytest.raises(ValueError, match=r"must be a number above 1, got 1\.0"):
         adapt(params, rows, steps=1, rope_base=1.0, **options)
     with pytest.raises(ValueError, match=r"is scaled \(rope_scaling\) and does not follow"):
         training(tmp_path / "none", steps=1, rope_base=1e6)
 
 
+def test_half_precision_learns_in_single(small, plan, rows, tmp_path):
+    """Updates are smaller than what bfloat16 tells apart; nothing breaks at its dtype either."""
+    half = dataclasses.replace(
+        small, state=jax.tree.map(lambda x: x.astype(jnp.bfloat16), small.state)
+    )
+    repaired = repair(half, plan, [row[:40] for row in rows], length=40, **NEAR)
+    assert np.isfinite(repaired.maps).all()
+    policy = jaxkv.PoD(repaired, **NEAR)
+    options = {"policy": policy, "folder": tmp_path, "length": 40, "batch": 1}
+    made = adapt(half, rows, steps=2, learning_rate=1e-5, **options)
+    assert made.dtype == jnp.bfloat16
+    kept = load_file(tmp_path / "weights.safetensors")
+    name = "layers.1.self_attn.q_proj.weight"
+    before = np.asarray(half.state["layers"][1]["self_attn"]["q_proj"]["weight"], np.float32)
+    moved = np.abs(kept[name] - before)
+    # Two updates, at 5.5e-6 and 1e-6; of most weights bfloat16 would keep nothing.
+    assert np.median(moved) > 1e-6
+    assert (kept[name].astype(jnp.bfloat16) == before).mean() > 0.9
+    loaded = with_weights(half, tmp_path)
+    for a, b in zip(_weights(made), _weights(loaded), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Adapted once more, it starts from its own maps.
+    again = {**options, "folder": tmp_path / "again", "steps": 1, "learning_rate": 1e-9}
+    twice = adapt(made, rows, **again)
+    maps = (
+        np.asarray(m.state["layers"][1]["self_attn"]["far_map"], np.float32) for m in (made, twice)
+    )
+    np.testing.assert_allclose(*maps, atol=1e-2)
+
+
 def test_texts_and_weights_may_be_divided_over_devices():
-    """On eight virtual devices, 2 by 4, losses and gradients are those of one."""
+    """On four virtual devices, 2 by 2, losses and gradients are those of one."""
     done = subprocess.run(
         [sys.executable, HERE / "pod_mesh_run.py"], capture_output=True, text=True, check=False
     )
@@ -368,6 +428,10 @@ def test_a_name_is_not_enough(small, name):
         ({"distill": 2.0}, r"distill must be a number in \[0, 1\], got 2.0"),
         ({"trains": "none"}, "trains must be 'attention' or 'all', got 'none'"),
         ({"policy": jaxkv.H2O(8)}, r"training is for jaxkv.PoD .* got H2O\(budget=8\)"),
+        ({"policy": jaxkv.Streaming(8)}, r"and positions='original'\), .* got Streaming"),
+        ({"warmup": 300}, "warmup must be an int from 0 to steps=200, got 300"),
+        ({"length": 1}, "length must be an int from 2 to .* the model's positions, got 1"),
+        ({"length": 10**6}, "length must be an int from 2 to .* got 1000000"),
         ({"texts": []}, "texts must be a list of at least one text"),
         ({"texts": [[5]]}, "no text has two tokens or more"),
     ],

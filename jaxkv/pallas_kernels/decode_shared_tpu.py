@@ -43,7 +43,7 @@ def check(
         raise NotImplementedError(
             f"skipping must be known before a block is read: 'predicted', got {sharing.skip[0]!r}"
         )
-    ring = jax.ShapeDtypeStruct(near_keys.shape[:3], jnp.int32)
+    ring: Any = jax.ShapeDtypeStruct(near_keys.shape[:3], jnp.int32)
     decode_tpu.check(queries, key, value, near_keys, values, ring, window=window)
     decode_tpu.check(far_queries, key, value, keys, values, positions, window=window)
 

@@ -313,23 +313,24 @@ def _kernel(
     slots_last: bool,
     sharing: Sharing | None,
 ):
-    refs = iter(refs)
-    reads_ref = None if sharing is None else next(refs)  # SMEM [batch, kv_heads * 2 * blocks]
-    queries_ref = next(refs)  # [group, dim]
-    key_ref, value_ref = next(refs), next(refs)  # [1, dim], of the new token
-    keys_ref = next(refs)  # [dim, block], or [block, dim] where slots are rows
-    values_ref = next(refs)  # [dim, block]
-    positions_ref = next(refs)  # [1, blocks * block] int32
-    far_queries_ref, near_ref = queries_ref, None
+    given: Any = iter(refs)
+    none: Any = None
+    reads_ref = none if sharing is None else next(given)  # SMEM [batch, kv_heads * 2 * blocks]
+    queries_ref = next(given)  # [group, dim]
+    key_ref, value_ref = next(given), next(given)  # [1, dim], of the new token
+    keys_ref = next(given)  # [dim, block], or [block, dim] where slots are rows
+    values_ref = next(given)  # [dim, block]
+    positions_ref = next(given)  # [1, blocks * block] int32
+    far_queries_ref, near_ref = queries_ref, none
     if sharing is not None:
-        far_queries_ref, near_ref = next(refs), next(refs)  # [group, dim], [group, block]
-    onto_ref = None if sums is None else next(refs)  # [1, slots]
-    out_ref = next(refs)  # [group, dim]
-    key_tile_ref = next(refs) if sharing is None else None
-    value_tile_ref = next(refs)
-    received_ref = None if sums is None else next(refs)  # [1, slots]
+        far_queries_ref, near_ref = next(given), next(given)  # [group, dim], [group, block]
+    onto_ref = none if sums is None else next(given)  # [1, slots]
+    out_ref = next(given)  # [group, dim]
+    key_tile_ref = next(given) if sharing is None else none
+    value_tile_ref = next(given)
+    received_ref = none if sums is None else next(given)  # [1, slots]
     # Scratch: logits of all blocks; output, maximum and sum of each query head in the making.
-    logits_ref, acc_ref, high_ref, sum_ref = refs
+    logits_ref, acc_ref, high_ref, sum_ref = given
     b, k, j = (pl.program_id(axis) for axis in range(3))
     blocks = pl.num_programs(2)
     free, position = free_ref[b, k], position_ref[b]
@@ -384,7 +385,7 @@ def _kernel(
             seen &= position - positions < window
         keys = keys_ref[...]
         logits = dot(far_queries_ref[...], keys, (1, 0) if slots_last else (1, 1)) * scale
-        if near_ref is not None:
+        if sharing is not None:
             near = sharing.is_near(position, positions)
             logits = jnp.where(near, near_ref[...], logits)
         logits = jnp.where(seen, logits, _MASKED)

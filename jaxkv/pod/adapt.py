@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import checkpoint
+from jaxkv.models.base import flatten
 from jaxkv.models.params import Params
 from jaxkv.pod.data import Batches
 from jaxkv.pod.policy import PoD, with_maps
+from jaxkv.pod.texts import check_length
 from jaxkv.pod.train import Recipe, joined, placed, split, update
 from jaxkv.pod.whole import Texts
 from jaxkv.policies.base import Policy
@@ -57,14 +60,15 @@ def adapt(
       policy: whose attention is learnt, such as `jaxkv.PoD(plan, sinks=16, recent=240)`.
       folder: for checkpoints, the log (`log.jsonl`), the loss curve and the weights.
       steps: updates.
-      length, batch: tokens of a row, and rows of a batch.
+      length, batch: tokens of a row, at most the model's positions, and rows of a batch.
       save_every, keep: updates between checkpoints, and how many of them are kept.
       seed: of the order of texts.
       mesh: with axes "data" and "sequence": weights, optimiser and batch are divided over the
         first, each text over the second.
       teacher: the model whose predictions are learnt; `params` by default.
       rope_base: trains the model with another base of its rotary embedding, as the paper does for
-        longer texts; it then has as many positions as `length`, if these are more than before.
+        longer texts; it then has as many positions as `length`, if these are more than before, and
+        learns the next token (`distill=0`) or from a teacher that has so many.
       watch: is told updates and model at every checkpoint; what it returns is logged.
       recipe: the other fields of `jaxkv.pod.Recipe`.
 
@@ -75,37 +79,44 @@ def adapt(
       ValueError: an argument is out of range, or the folder holds another training.
 
     """
-    plan = Recipe(policy=policy, steps=steps, **recipe)
+    training = Recipe(policy=policy, steps=steps, **recipe)
     for name, value in (("save_every", save_every), ("keep", keep), ("batch", batch)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-    student = _student(params.weights(), policy)
+    student, guide = params.weights(), (params if teacher is None else teacher).weights()
     if rope_base is not None:
-        positions = max(length, params.config.max_positions)
-        student = _with_rope(student, rope_base, positions)
+        student = _with_rope(student, rope_base, max(length, params.config.max_positions))
+    check_length(length, 2, student.config.max_positions)
+    if training.distill and length > guide.config.max_positions:
+        raise ValueError(
+            f"length={length} is more than the {guide.config.max_positions} positions of the model "
+            "whose predictions are learnt: give a teacher that has so many, or distill=0"
+        )
+    student = _student(student, policy)
     batches = Batches(params, texts, length=length, batch=batch, seed=seed)
     about = {
         "model": params.name,
-        "recipe": repr(plan),
+        **{field.name: repr(getattr(training, field.name)) for field in fields(training)},
+        "root": policy.sharing and policy.sharing.root,
         "length": length,
         "batch": batch,
         "seed": seed,
         "tokens_of_texts": batches.tokens,
         "rope_base": rope_base,
     }
-    guide = (params if teacher is None else teacher).weights()
 
     def named(model: Params) -> Params:
         return dataclasses.replace(model, name=params.name, tokenizer=params.tokenizer)
 
-    run = _Training(Path(folder), plan, student, guide, about, keep, mesh)
+    run = _Training(Path(folder), training, student, guide, about, keep, mesh)
     start = run.resume(batches)
     for step in each(range(start, steps), "adapting", total=steps - start):
-        run.step(step, [next(batches) for _ in range(plan.accumulate)])
+        run.step(step, [next(batches) for _ in range(training.accumulate)])
         if (step + 1) % save_every == 0 or step + 1 == steps:
-            run.save(step + 1, batches)
+            # Before it is saved: what is logged after a checkpoint is cut off and done again.
             if watch is not None:
                 run.log({"step": step + 1, **watch(step + 1, named(run.model))})
+            run.save(step + 1, batches)
     return named(run.finish())
 
 
@@ -134,26 +145,20 @@ def with_weights(params: Params, folder: str | os.PathLike[str]) -> Params:
         config = params.config
         eye = np.eye(config.head_dim, dtype=np.float32)
         params = with_maps(params, np.tile(eye, (config.num_layers, config.num_heads, 1, 1)))
-    own = split(params, Recipe(policy=_full(), steps=1, trains="all"))
+    own = flatten(params.state)
     for path, array in found.items():
         if path not in own or own[path].shape != array.shape:
             raise ValueError(
                 f"{file} has {path} of shape {array.shape}, and {params.name or 'the model'} "
                 f"{'has none' if path not in own else own[path].shape}: it is of another model"
             )
-    return joined(params, {n: jnp.asarray(x, own[n].dtype) for n, x in found.items()})
-
-
-def _full() -> Policy:
-    from jaxkv.policies.static import Full
-
-    return Full()
+    return joined(params, {name: jnp.asarray(array) for name, array in found.items()})
 
 
 def _student(params: Params, policy: Policy) -> Params:
     """The model as training starts: with maps, if the policy shares keys."""
     policy.prepare(params)
-    if not isinstance(policy, PoD):
+    if not isinstance(policy, PoD) or params.config.far_maps:
         return params
     config = params.config
     maps = policy.plan.maps
@@ -196,8 +201,11 @@ class _Training:
         self.about = json.loads(json.dumps(about))
         self.student = placed(student, mesh)
         self.teacher = placed(teacher, mesh) if recipe.distill > 0 else None
-        # Copies: updates give the trained weights away, and the teacher has the same ones.
-        self.trained = jax.tree.map(jnp.copy, split(self.student, recipe))
+        # Copies: updates give the trained weights away, and the teacher has the same ones. In
+        # float32: in half precision weights would not move by what a rate such as 1e-5 makes.
+        self.trained = jax.tree.map(
+            lambda leaf: jnp.array(leaf, jnp.float32), split(self.student, recipe)
+        )
         self.state = placed(jax.jit(recipe.optimizer().init)(self.trained), mesh)
         self.rate = recipe.rate()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -241,8 +249,8 @@ class _Training:
 
     @property
     def model(self) -> Params:
-        """The model as it is now."""
-        return joined(self.student, self.trained)
+        """The model as it is now; a copy, since updates give the weights away."""
+        return joined(self.student, jax.tree.map(jnp.copy, self.trained))
 
     def _latest(self) -> int:
         return self.manager.latest_step() or 0
@@ -274,25 +282,19 @@ class _Training:
         def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
-        wanted = jax.tree.map(abstract, self._arrays())
-        args = ocp.args.Composite(
-            state=ocp.args.StandardRestore(wanted), told=ocp.args.JsonRestore()
-        )
         for step in sorted(self.manager.all_steps(), reverse=True):
             try:
                 for item in ("state", "told"):
                     checkpoint.check(self.manager.directory / str(step) / item)
-                found = self.manager.restore(step, args=args)
             except ValueError as error:
                 warnings.warn(f"{error}; passed over", stacklevel=3)
                 self.manager.delete(step)
                 continue
-            told, state = found["told"], found["state"]
-            if told["about"] != self.about:
-                raise ValueError(
-                    f"{self.folder} holds a training with {told['about']}, this one is "
-                    f"{self.about}: choose another folder"
-                )
+            told = self._restored(step, told=ocp.args.JsonRestore())
+            # Arrays of another training may have other shapes.
+            self._compare(told["about"])
+            wanted = jax.tree.map(abstract, self._arrays())
+            state = self._restored(step, state=ocp.args.StandardRestore(wanted))
             self.trained = state["trained"]
             leaves = [state["state"][str(i)] for i in range(len(state["state"]))]
             self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
@@ -301,6 +303,26 @@ class _Training:
             return step
         self._cut_log(0)
         return 0
+
+    def _restored(self, step: int, **item: Any) -> Any:
+        """An item of a checkpoint."""
+        import orbax.checkpoint as ocp
+
+        (name,) = item
+        return self.manager.restore(step, args=ocp.args.Composite(**item))[name]
+
+    def _compare(self, about: Mapping[str, Any]) -> None:
+        """Raises `ValueError` if a checkpoint is of another training."""
+        apart = [
+            f"{name} is {about.get(name)!r} there and {value!r} here"
+            for name, value in self.about.items()
+            if about.get(name) != value
+        ]
+        if apart:
+            told = "; ".join(f"{difference:.200}" for difference in apart)
+            raise ValueError(
+                f"{self.folder} holds another training ({told}): choose another folder"
+            )
 
     def _cut_log(self, step: int) -> None:
         """Drops what was logged after a checkpoint: it will be done again."""
@@ -314,7 +336,7 @@ class _Training:
 
         self.manager.wait_until_finished()
         self.manager.close()
-        arrays = {name: np.ascontiguousarray(x) for name, x in self.trained.items()}
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.trained.items()}
         about = {}
         if self.about["rope_base"] is not None:
             about["rope_base"] = repr(self.about["rope_base"])

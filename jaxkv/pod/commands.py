@@ -125,7 +125,9 @@ def adapt(
         rope_base=rope_base,
         save_every=save_every,
     )
-    out.print(f"written to {to}; generate with --plan {plan} --weights {to}")
+    out.print(
+        f"written to {to}; generate with --plan {plan} --weights {to} --near {near[0]} {near[1]}"
+    )
 
 
 @app.command()

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.attention import visible
 from jaxkv.cache import Cache
 from jaxkv.models.params import Params
-from jaxkv.pod.plan import PodPlan
+from jaxkv.pod.plan import SIMILARITY_DIGITS, PodPlan
 from jaxkv.pod.texts import cut
 from jaxkv.policies.base import Policy, Tokens
 from jaxkv.prefill import read
@@ -69,7 +69,8 @@ def explore(
     _check(threshold, target_saving, last_rows, reference, over, log_base)
     rows = cut(params, texts, length, at_least=last_rows, why=f"last_rows={last_rows}")
     found = similarities(params, rows, last_rows=last_rows, log_base=log_base)
-    alike = found.mean(-1) if over == "mean" else found.min(-1)
+    # As they are saved, so that a threshold gives the same plan again.
+    alike = np.round(found.mean(-1) if over == "mean" else found.min(-1), SIMILARITY_DIGITS)
     if target_saving is not None:
         threshold = _threshold_for(alike, target_saving, reference)
     return PodPlan.for_config(
@@ -77,7 +78,7 @@ def explore(
         params.config,
         model=params.name,
         settings={
-            "threshold": round(float(threshold), 6),
+            "threshold": float(threshold),
             "target_saving": target_saving,
             "texts": len(rows),
             "tokens": sum(map(len, rows)),
@@ -110,7 +111,7 @@ def replan(plan: PodPlan, *, threshold: float = 0.5, target_saving: float | None
     if target_saving is not None:
         threshold = _threshold_for(plan.similarity, target_saving, reference)
     kept = {name: value for name, value in plan.settings.items() if name != "repair"}
-    wanted = {"threshold": round(float(threshold), 6), "target_saving": target_saving}
+    wanted = {"threshold": float(threshold), "target_saving": target_saving}
     root = tuple(map(tuple, _roots(plan.similarity, threshold, reference)))
     return dataclasses.replace(plan, root=root, settings={**kept, **wanted}, maps=None)
 

@@ -3,8 +3,6 @@
 import os
 from typing import Any
 
-import numpy as np
-
 from jaxkv.pod.plan import PodPlan
 
 
@@ -40,7 +38,7 @@ def draw(plan: PodPlan, path: str | os.PathLike[str]) -> None:
         axes = figure.add_subplot(grid[head // columns, head % columns])
         table = plan.similarity[:, :, head]
         image = axes.imshow(table, vmin=0, vmax=1, cmap="viridis", origin="lower")
-        for start, end in blocks(plan, head):
+        for start, end in plan.blocks(head):
             size = end - start
             axes.add_patch(
                 Rectangle((start - 0.5, start - 0.5), size, size, fill=False, ec="white", lw=1.2)
@@ -64,7 +62,7 @@ def _draw_blocks(axes: Any, plan: PodPlan) -> None:
 
     colours = [colormaps["tab20"](i) for i in range(20)]
     for head in range(plan.num_kv_heads):
-        for number, (start, end) in enumerate(blocks(plan, head)):
+        for number, (start, end) in enumerate(plan.blocks(head)):
             alone = end - start == 1
             axes.barh(
                 head,
@@ -80,9 +78,3 @@ def _draw_blocks(axes: Any, plan: PodPlan) -> None:
     axes.set_ylabel("KV head", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.invert_yaxis()
-
-
-def blocks(plan: PodPlan, head: int) -> list[tuple[int, int]]:
-    """First layer, and the one after the last, of each block of a KV head."""
-    starts = [layer for layer in range(plan.num_layers) if plan.root[layer][head] == layer]
-    return list(zip(starts, np.append(starts[1:], plan.num_layers).tolist(), strict=True))

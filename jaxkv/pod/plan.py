@@ -13,9 +13,11 @@ from jaxtyping import Float
 from jaxkv.models.config import Config
 
 _KIND, _FORMAT = "pod plan", 1
+#: Of similarities, in a file.
+SIMILARITY_DIGITS = 6
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PodPlan:
     """For each KV head of each layer, the layer whose keys it reads for distant tokens.
 
@@ -36,14 +38,10 @@ class PodPlan:
     #: How the plan was made.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     #: `[layers, layers, kv_heads]`: how alike two layers attend, in [0, 1].
-    similarity: Float[np.ndarray, "l l k"] | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
+    similarity: Float[np.ndarray, "l l k"] | None = dataclasses.field(default=None, compare=False)
     #: `[layers, heads, dim, dim]`: what queries are multiplied by where they meet the keys of
     #: another layer, from `jaxkv.pod.repair`.
-    maps: Float[np.ndarray, "l h d d"] | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
+    maps: Float[np.ndarray, "l h d d"] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         root = tuple(tuple(map(int, row)) for row in self.root)
@@ -129,6 +127,11 @@ class PodPlan:
             raise ValueError(f"length must be an int >= 1, got {length!r}")
         return self.saving * max(0, length - sinks - recent) / length
 
+    def blocks(self, head: int) -> list[tuple[int, int]]:
+        """First layer, and the one after the last, of each block of a KV head."""
+        starts = [layer for layer, row in enumerate(self.root) if row[head] == layer]
+        return list(zip(starts, [*starts[1:], self.num_layers], strict=True))
+
     def check(self, config: Config) -> None:
         """Raises `ValueError` unless the plan is for models of this config."""
         own = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -159,7 +162,7 @@ class PodPlan:
             content["maps"] = file.with_suffix(".safetensors").name
             save_file({"maps": np.ascontiguousarray(self.maps)}, file.with_suffix(".safetensors"))
         if self.similarity is not None:
-            content["similarity"] = np.round(self.similarity, 4).tolist()
+            content["similarity"] = np.round(self.similarity, SIMILARITY_DIGITS).tolist()
         file.write_text(_readable(content), encoding="utf-8")
 
     @classmethod
@@ -196,19 +199,19 @@ class PodPlan:
             told = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{os.fspath(path)} cannot be read as a plan: {told}") from None
 
+    def __repr__(self) -> str:
+        total = self.num_layers * self.num_kv_heads
+        maps = "" if self.maps is None else ", with maps"
+        return f"PodPlan({self.shared} of {total} heads follow another layer's{maps})"
+
     def __str__(self) -> str:
-        heads = zip(*self.root, strict=True)
         lines = [
             f"{self.shared} of {self.num_layers * self.num_kv_heads} heads read another layer's "
             f"keys: {self.saving:.1%} of keys and values are not stored"
         ]
-        for head, roots in enumerate(heads):
-            starts = [layer for layer, root in enumerate(roots) if root == layer]
-            ends = [*starts[1:], self.num_layers]
-            blocks = [
-                f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in zip(starts, ends, strict=True)
-            ]
-            lines.append(f"KV head {head}: layers {', '.join(blocks)}")
+        for head in range(self.num_kv_heads):
+            told = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in self.blocks(head)]
+            lines.append(f"KV head {head}: layers {', '.join(told)}")
         return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from jaxkv.follow import turned
 from jaxkv.models.base import structure
 from jaxkv.models.params import Params
 from jaxkv.pod.plan import PodPlan
-from jaxkv.pod.texts import cut
+from jaxkv.pod.texts import check_length, cut
 from jaxkv.pod.whole import Texts, Whole, attend_whole, map_queries
 from jaxkv.policies.static import Full
 from jaxkv.progress import each
@@ -71,9 +71,9 @@ def repair(
 
     """
     plan.check(params.config)
-    rows = np.array(
-        cut(params, texts, length, at_least=max(length, sinks + recent + 1), why="length")
-    )
+    least = sinks + recent + 1
+    check_length(length, least, params.config.max_positions)
+    rows = np.array(cut(params, texts, length, at_least=length, why=f"length={length}"))
     sharing = Sharing(plan.root, sinks, recent)
     rows = rows[np.random.default_rng(seed).permutation(len(rows))]
     fit = functools.partial(_fit, sharing=sharing, learning_rate=learning_rate)
@@ -199,7 +199,7 @@ def _attend(
     whole = Whole(texts, sharing, followers=followers, far_keys=lent)
     if far_map is not None:
         eye = jnp.broadcast_to(jnp.eye(dim, dtype=queries.dtype), (kv_heads, group, dim, dim))
-        far_map = eye.at[jnp.array(followers)].set(far_map).reshape(-1, dim, dim)
+        far_map = eye.at[jnp.array(followers)].set(far_map.astype(eye.dtype)).reshape(-1, dim, dim)
     flat = queries.reshape(*queries.shape[:2], -1, dim)
     out, _ = whole.attend(flat, keys, values, new, far_map=far_map, window=window)
     return out.reshape(queries.shape)
@@ -238,7 +238,10 @@ def _nearest(
         cos, sin = new.turns
         back = dataclasses.replace(new, turns=(cos, -sin))
         lent = np.stack([np.asarray(turned(jnp.asarray(x), back)) for x in lent])
-    x, y = (np.moveaxis(a, 3, 0).reshape(a.shape[3], -1, a.shape[4]) for a in (lent, keys))
+    x, y = (
+        np.moveaxis(a, 3, 0).reshape(a.shape[3], -1, a.shape[4]).astype(np.float32)
+        for a in (lent, keys)
+    )
     gram = np.einsum("hnd,hne->hde", x, x)
     dim = x.shape[-1]
     ridge = _RIDGE * np.trace(gram, axis1=1, axis2=2)[:, None, None] / dim * np.eye(dim)
@@ -256,7 +259,8 @@ def _descend(start, data, lent, texts, new, *, sharing, window, rate):
 
     def error_of(maps, i):
         q, k, v, wanted = (x[i] for x in data)
-        far = turned(map_queries(q, maps), new)
+        # Maps are float32, whatever the model's dtype, that small steps count.
+        far = turned(map_queries(q, maps.astype(q.dtype)), new)
         out = attend_whole(
             turned(q, new),
             turned(k, new),
@@ -267,6 +271,7 @@ def _descend(start, data, lent, texts, new, *, sharing, window, rate):
             sharing=sharing,
             remat=False,
         )
+        out, wanted = out.astype(jnp.float32), wanted.astype(jnp.float32)
         apart = jnp.sum(jnp.square(out - wanted), (0, 1, 4))
         return apart / jnp.sum(jnp.square(wanted), (0, 1, 4))
 

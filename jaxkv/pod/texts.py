@@ -38,6 +38,16 @@ def cut(
     return [row[:length] for row in rows]
 
 
+def check_length(length: int, least: int, most: int) -> None:
+    """Raises `ValueError` unless texts of so many tokens can be used with a model of `most`
+    positions.
+    """
+    if type(length) is not int or not least <= length <= most:
+        raise ValueError(
+            f"length must be an int from {least} to {most}, the model's positions, got {length!r}"
+        )
+
+
 def pieces(
     params: Params, texts: Sequence[Any], length: int, *, count: int | None = None
 ) -> list[list[int]]:
@@ -45,9 +55,11 @@ def pieces(
     spread.
 
     Raises:
-      ValueError: there are not so many.
+      ValueError: there are not so many, or `length` is below 1.
 
     """
+    if type(length) is not int or length < 1:
+        raise ValueError(f"length must be an int >= 1, got {length!r}")
     if isinstance(texts, str) or not len(texts):
         raise ValueError(f"texts must be a list of at least one text, got {texts!r:.80}")
     rows, _ = to_rows(params, list(texts))

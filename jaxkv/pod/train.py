@@ -35,7 +35,7 @@ class Recipe:
       steps: updates in all.
       learning_rate: the highest; reached after `warmup` updates, then falls along a cosine to a
         tenth.
-      warmup: updates.
+      warmup: updates; by default 10, or a quarter of all if these are fewer than 40.
       accumulate: batches per update.
       clip: largest norm of a gradient.
       weight_decay: of AdamW, on matrices.
@@ -50,7 +50,7 @@ class Recipe:
     policy: Policy
     steps: int
     learning_rate: float = 1e-4
-    warmup: int = 10
+    warmup: int | None = None
     accumulate: int = 1
     clip: float = 1.0
     weight_decay: float = 0.0
@@ -59,10 +59,16 @@ class Recipe:
     trains: Literal["attention", "all"] = "attention"
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("warmup", 0), ("accumulate", 1)):
+        for name in ("steps", "accumulate"):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+        if self.warmup is None:
+            object.__setattr__(self, "warmup", min(10, self.steps // 4))
+        if type(self.warmup) is not int or not 0 <= self.warmup <= self.steps:
+            raise ValueError(
+                f"warmup must be an int from 0 to steps={self.steps}, got {self.warmup!r}"
+            )
         for name in ("learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)!r}")
@@ -76,13 +82,16 @@ class Recipe:
         """The learning rate by update."""
         import optax
 
-        return optax.warmup_cosine_decay_schedule(
+        assert self.warmup is not None
+        schedule = optax.warmup_cosine_decay_schedule(
             0.0 if self.warmup else self.learning_rate,
             self.learning_rate,
             self.warmup,
             max(self.steps, self.warmup + 1),
             self.learning_rate / 10,
         )
+        # Counted from 0, and the first update should do something.
+        return lambda count: schedule(count + 1)
 
     def optimizer(self) -> Any:
         """An optax optimiser."""
@@ -108,13 +117,15 @@ def attention_of(policy: Policy) -> dict[str, Any]:
         return {"sharing": sharing}
     if type(policy) is Full:
         return {}
-    if isinstance(policy, Window | Streaming) and isinstance(policy.budget, int):
+    sliding = type(policy) in (Window, Streaming) and policy.positions == "original"
+    if sliding and isinstance(policy.budget, int):
         sinks = policy.sinks if isinstance(policy, Streaming) else 0
         # A step attends to what is stored and to itself.
         return {"window": policy.budget - sinks + 1, "sinks": sinks}
     raise ValueError(
         "training is for jaxkv.PoD and jaxkv.CLA (with nothing dropped), jaxkv.Window and "
-        f"jaxkv.Streaming (with a number of tokens as budget), and jaxkv.Full; got {policy!r}"
+        "jaxkv.Streaming (with a number of tokens as budget, and positions='original'), and "
+        f"jaxkv.Full; got {policy!r}"
     )
 
 
@@ -127,8 +138,11 @@ def split(params: Params, recipe: Recipe) -> dict[str, Array]:
 
 
 def joined(params: Params, trained: Mapping[str, Array]) -> Params:
-    """A model with these weights in the places of its own."""
-    state = map_with_path(lambda path, leaf: trained.get(path, leaf), params.state)
+    """A model with these weights in the places of its own, in its dtype."""
+    state = map_with_path(
+        lambda path, leaf: trained[path].astype(leaf.dtype) if path in trained else leaf,
+        params.state,
+    )
     return dataclasses.replace(params, state=state)
 
 
@@ -162,9 +176,14 @@ def losses(
         return entropy, jnp.sum(jnp.where(real, apart, 0.0))
 
     count = real.size
-    at_once = next(n for n in range(min(_LOGITS_AT_ONCE, count), 0, -1) if count % n == 0)
+    at_once = min(_LOGITS_AT_ONCE, count)
+
+    def in_parts(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, -count % at_once), *((0, 0),) * (x.ndim - 1)))
+        return padded.reshape(-1, at_once, *x.shape[1:])
+
     flat = (hidden.reshape(count, -1), taught.reshape(count, -1), target, real)
-    parts = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), flat)
+    parts = jax.tree.map(in_parts, flat)
     entropy, apart = (jnp.sum(x) for x in lax.map(part, parts))
     predicted = jnp.maximum(jnp.sum(real), 1)
     return {

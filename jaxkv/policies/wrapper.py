@@ -34,7 +34,8 @@ class Wrapper(Policy):
         object.__setattr__(self, "positions", self.of.positions)
         if self.of.simulates or self.of.selects != "all":
             raise ValueError(
-                f"{type(self).__name__} changes what is kept, and {self.of!r} keeps every token"
+                f"{type(self).__name__} cannot be combined with {self.of!r}, which stores every "
+                "token and reads some of them"
             )
 
     def with_budget(self, budget: int | float) -> "Policy":
