@@ -110,11 +110,18 @@ def decode_shared(seed, batch, kv_heads, group, dim, slots, sharing, dtype=jnp.f
     far = jnp.broadcast_to(20.0 * jnp.arange(kv_heads)[None, :, None], (batch, kv_heads, group))
     # And of one query head among those that are read together.
     far = far.at[1, 0, -1].set(20.0)
+    queries, far_queries = normal(*heads), normal(*heads)
+    key, value = normal(batch, kv_heads, dim), normal(batch, kv_heads, dim)
+    if sharing.skip and sharing.skip[0] == "predicted" and kv_heads > 1:
+        # Or the new token has all of it.
+        own = np.asarray(queries[0, -group:], np.float32)
+        wanted = np.linalg.pinv(own) @ np.full(group, 30 * np.sqrt(dim))
+        key = key.at[0, -1].set(wanted.astype(dtype))
     arguments = (
-        normal(*heads),
-        normal(*heads),
-        normal(batch, kv_heads, dim),
-        normal(batch, kv_heads, dim),
+        queries,
+        far_queries,
+        key,
+        value,
         normal(batch, kv_heads, sharing.near, dim),
         jnp.where(there_before[:, :, None], values, jnp.nan),
         jnp.where(there[..., None], keys, jnp.nan),
