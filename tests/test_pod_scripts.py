@@ -1,4 +1,4 @@
-"""The scripts about PoD: each runs on two layers of a small model and says what must be so."""
+"""The scripts about PoD, on two layers of a small model: what they say must be so."""
 
 import dataclasses
 import importlib
@@ -110,20 +110,22 @@ def test_rivals_are_trained_on_the_same_tokens(main, pod_plan, story, shallow, t
     pod_plan.save(tmp_path / "plan.json")
     text = tmp_path / "text.txt"
     text.write_text(shallow.tokenizer.decode(story) * 2)
+    forms = ("pod", "dense", "window", "cla")
     records, told = main(
         "pod_adapt",
         *("--plan", tmp_path / "plan.json", "--out", tmp_path / "out", "--texts", text),
-        *("--forms", "pod", "dense", "--steps", 2, "--every", 1, "--count", 1),
+        *("--forms", *forms, "--steps", 2, "--every", 1, "--count", 1),
         *("--length", 64, "--near", 4, 12),
     )
     assert [(r["form"], r["step"]) for r in records] == [
-        ("full", 0), *((form, step) for form in ("pod", "dense") for step in range(3)),
+        ("full", 0), *((form, step) for form in forms for step in range(3)),
     ]  # fmt: skip
     full, *_ = (r["perplexity"] for r in records)
     found = {(r["form"], r["step"]): r["perplexity"] for r in records}
-    assert found["dense", 0] == full != found["pod", 0]
-    assert all(found[form, 2] != found[form, 0] for form in ("pod", "dense"))
-    assert f"| 2 | {found['pod', 2]:.2f} | {found['dense', 2]:.2f} |" in told
+    assert found["dense", 0] == full
+    assert len({full, *(found[form, 0] for form in forms)}) == 4
+    assert all(found[form, 2] != found[form, 0] for form in forms)
+    assert f"| 2 | {' | '.join(f'{found[form, 2]:.2f}' for form in forms)} |" in told
     assert "dense: " in told
 
 
@@ -253,6 +255,25 @@ def test_a_table_says_who_decodes_more(max_batch):
     )
     assert "| large | 8192 | PoD | 20 | +25% | 1.00 | 0.50 | 31.25 |" in table
     assert "| small | 8192 | full | does not fit |  | 1.00 |  | 31.25 |" in table
+
+
+def test_plans_are_explored_and_repaired(main, story, shallow, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(shallow.tokenizer.decode(story) * 2)
+    records, told = main(
+        "pod_explore",
+        *("--out", tmp_path / "pod", "--texts", text, "--savings", 0.1, "--explore", 2),
+        *("--explore-length", 96, "--repair", 2, "--repair-length", 80),
+        *("--length", 96, "--count", 1, "--near", 4, 12),
+    )
+    made = PodPlan.load(tmp_path / "pod" / "plan_10.json")
+    assert made.saving >= 0.1
+    assert made.maps is not None
+    assert made.settings["over"] == "min"
+    assert (tmp_path / "pod" / "plan_10.png").stat().st_size > 1000
+    full, chosen = records
+    assert len({full["perplexity"], chosen["perplexity"], chosen["repaired"]}) == 3
+    assert f"{chosen['repaired']:.2f}" in told
 
 
 # What cannot be.
