@@ -196,8 +196,25 @@ inline void products(const float* matrix, int64_t stride, int64_t rows, const fl
              out_stride);
 }
 
-// Calls work(unit) for every unit. The calling thread works too and never waits for a task that
-// has not started: all threads of the pool may be inside of calls like this one.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// What several units of work do together, counted down.
+using Left = std::atomic<int64_t>;
+
+// Whether this unit was the last; then it sees what the others did.
+inline bool last_of(Left& left) { return left.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+
+// Waits for units with lower numbers: these have been taken, and wait for lower ones at most.
+inline void wait_for(const Left& left) {
+  while (left.load(std::memory_order_acquire) > 0) relax();
+}
+
+// Calls work(unit) for every unit; they are taken in order. The calling thread works too and never
+// waits for a task that has not started: all threads of the pool may be inside of calls like this.
 template <typename Work>
 void parallel(ffi::ThreadPool& pool, int64_t units, const Work& work) {
   const int64_t helpers = std::min(pool.num_threads(), units) - 1;
@@ -218,11 +235,7 @@ void parallel(ffi::ThreadPool& pool, int64_t units, const Work& work) {
   };
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
   run();
-  while (state->done.load(std::memory_order_acquire) < units) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
+  while (state->done.load(std::memory_order_acquire) < units) relax();
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -33,6 +33,36 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
   std::vector<float> far(told->element_count() * count * 2);
   const float scale = 1.0f / std::sqrt(static_cast<float>(n.dim));
 
+  // Puts the parts of a row together.
+  auto finish = [&](int64_t row) {
+    sums.join(row, out->typed_data() + row * n.group * n.dim);
+    if (!far.empty())
+      for (int64_t i = row * n.group; i < (row + 1) * n.group; ++i)
+        told->typed_data()[i] = far_log_sum(far.data() + i * count * 2, count);
+    if (!collects) return;
+    const float* W = weights->typed_data() + row * n.group * n.slots;
+    float* to = received->typed_data() + row * n.slots;
+    const float* from = adds ? onto.typed_data() + row * n.slots : nullptr;
+    const float mean = reduction == 1 ? 1.0f / n.group : 1.0f;
+    for (int64_t c = 0; c < count; ++c) {
+      const int64_t first = c * part;
+      for_vectors(std::min(part, n.slots - first), [&](int64_t i, auto lanes) {
+        Vec got = {};
+        for (int64_t g = 0; g < n.group; ++g) {
+          Vec share = lanes.load(W + g * n.slots + first + i) * *sums.at(row, g, c);
+          if (power != 1.0f)
+            for (int lane = 0; lane < kLanes; ++lane) share[lane] = std::pow(share[lane], power);
+          got = reduction == 2 ? (got > share ? got : share) : got + share;
+        }
+        got *= mean;
+        if (adds) got += lanes.load(from + first + i);
+        lanes.store(to + first + i, got);
+      });
+    }
+  };
+  std::vector<Left> left(n.batch * n.kv_heads);
+  for (Left& parts_left : left) parts_left = count;
+
   parallel(pool, n.batch * n.kv_heads * count, [&](int64_t unit) {
     const int64_t row = unit / count, b = row / n.kv_heads, first = (unit % count) * part;
     const int64_t length = std::min(part, n.slots - first);
@@ -72,33 +102,7 @@ ffi::Error Decode(ffi::ThreadPool pool, Floats queries, Floats key, Floats value
     }
     products(V, n.slots, n.dim, W, n.slots, n.group, length, sums.at(row, 0, unit % count) + 2,
              sums.stride());
-  });
-
-  parallel(pool, n.batch * n.kv_heads, [&](int64_t row) {
-    sums.join(row, out->typed_data() + row * n.group * n.dim);
-    if (!far.empty())
-      for (int64_t i = row * n.group; i < (row + 1) * n.group; ++i)
-        told->typed_data()[i] = far_log_sum(far.data() + i * count * 2, count);
-    if (!collects) return;
-    const float* W = weights->typed_data() + row * n.group * n.slots;
-    float* to = received->typed_data() + row * n.slots;
-    const float* from = adds ? onto.typed_data() + row * n.slots : nullptr;
-    const float mean = reduction == 1 ? 1.0f / n.group : 1.0f;
-    for (int64_t c = 0; c < count; ++c) {
-      const int64_t first = c * part;
-      for_vectors(std::min(part, n.slots - first), [&](int64_t i, auto lanes) {
-        Vec got = {};
-        for (int64_t g = 0; g < n.group; ++g) {
-          Vec share = lanes.load(W + g * n.slots + first + i) * *sums.at(row, g, c);
-          if (power != 1.0f)
-            for (int lane = 0; lane < kLanes; ++lane) share[lane] = std::pow(share[lane], power);
-          got = reduction == 2 ? (got > share ? got : share) : got + share;
-        }
-        got *= mean;
-        if (adds) got += lanes.load(from + first + i);
-        lanes.store(to + first + i, got);
-      });
-    }
+    if (last_of(left[row])) finish(row);
   });
   return ffi::Error::Success();
 }

@@ -2,9 +2,11 @@
 // layer in one call, since each by itself is too little work for all cores.
 //
 // First the logits of the ring of near keys, then those of the root's keys in parts for all cores, and
-// values: of heads whose far part is skipped only the near ones.
+// values: of heads whose far part is skipped only the near ones. Each waits for what it needs of the
+// same row only: to wait for all rows between one and the next would cost as much as the ring.
 
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "common.h"
@@ -30,6 +32,13 @@ struct Layer {
   float tau, scale;
 };
 
+// Of a row: what is left of its logits and of its values.
+struct Progress {
+  Left near{1}, far, values;
+  // Whether its far part is skipped is known.
+  Left open{1};
+};
+
 // KV heads that share with the same layers. A row is one of them in one sequence. `ring` is the slot
 // of every place of the ring. Scratch: `weights` [rows, group, slots], `near` [rows, group, places],
 // `parts` as in decode.cc.
@@ -49,6 +58,7 @@ struct Group {
   std::vector<char> skipped, there;
   // Of distant logits, per query head and part: the highest, and the sum of exponentials.
   std::vector<float> far;
+  std::unique_ptr<Progress[]> progress;
 
   int64_t given(int64_t row) const {
     return row / kv_heads * layer.given + heads[row % kv_heads];
@@ -165,11 +175,10 @@ struct Group {
     });
   }
 
-  void decide() {
-    for (int64_t row = 0; row < rows; ++row)
-      skipped[row] = there[row] && enough(row, [&](int64_t g) {
-        return far_log_sum(far.data() + (row * layer.group + g) * count * 2, count);
-      });
+  void decide(int64_t row) {
+    skipped[row] = there[row] && enough(row, [&](int64_t g) {
+      return far_log_sum(far.data() + (row * layer.group + g) * count * 2, count);
+    });
   }
 
   void read_values(int64_t row, int64_t c) {
@@ -227,21 +236,33 @@ struct Group {
     counts[2 * row] = skipped[row];
     counts[2 * row + 1] = there[row];
   }
-};
 
-// Calls work(group, unit) for the units of all groups; units_of(group) is how many it has.
-template <typename Units, typename Work>
-void for_groups(ffi::ThreadPool& pool, std::vector<Group>& groups, const Units& units_of,
-                const Work& work) {
-  int64_t total = 0;
-  for (Group& group : groups) total += units_of(group);
-  parallel(pool, total, [&](int64_t unit) {
-    for (Group& group : groups) {
-      if (unit < units_of(group)) return work(group, unit);
-      unit -= units_of(group);
-    }
-  });
-}
+  // The units of work, of which those of an earlier kind come first.
+  void near_unit(int64_t row) {
+    meet_near(row);
+    last_of(progress[row].near);
+  }
+
+  void far_unit(int64_t row, int64_t c) {
+    wait_for(progress[row].near);
+    meet_far(row, c);
+    // Weights are still in the processor's cache when values are read, unless all parts must be known.
+    if (layer.skip != kExact) return meet_values(row, c);
+    if (!last_of(progress[row].far)) return;
+    decide(row);
+    last_of(progress[row].open);
+  }
+
+  void value_unit(int64_t row, int64_t c) {
+    wait_for(progress[row].open);
+    meet_values(row, c);
+  }
+
+  void meet_values(int64_t row, int64_t c) {
+    read_values(row, c);
+    if (last_of(progress[row].values)) finish(row);
+  }
+};
 
 constexpr int64_t kArguments = 7, kResults = 6;
 
@@ -306,25 +327,33 @@ ffi::Error DecodeShared(ffi::ThreadPool pool, Floats queries, Floats far_queries
          Parts(made(5)->typed_data(), layer.group, count, layer.dim),
          std::vector<char>(rows),
          std::vector<char>(rows),
-         std::vector<float>(skip == kExact ? rows * layer.group * count * 2 : 0)});
+         std::vector<float>(skip == kExact ? rows * layer.group * count * 2 : 0),
+         std::make_unique<Progress[]>(rows)});
+    for (int64_t row = 0; row < rows; ++row) {
+      groups.back().progress[row].far = count;
+      groups.back().progress[row].values = count;
+    }
     first_head += kv_heads;
   }
 
-  auto rows = [](const Group& group) { return group.rows; };
-  auto parts = [](const Group& group) { return group.rows * group.count; };
-  for_groups(pool, groups, rows, [](Group& group, int64_t row) { group.meet_near(row); });
-  // Weights are still in the processor's cache when values are read, unless all parts must be known.
-  for_groups(pool, groups, parts, [&](Group& group, int64_t unit) {
-    group.meet_far(unit / group.count, unit % group.count);
-    if (skip != kExact) group.read_values(unit / group.count, unit % group.count);
-  });
-  if (skip == kExact) {
-    for (Group& group : groups) group.decide();
-    for_groups(pool, groups, parts, [](Group& group, int64_t unit) {
-      group.read_values(unit / group.count, unit % group.count);
-    });
+  int64_t all_rows = 0, all_parts = 0;
+  for (const Group& group : groups) {
+    all_rows += group.rows;
+    all_parts += group.rows * group.count;
   }
-  for_groups(pool, groups, rows, [](Group& group, int64_t row) { group.finish(row); });
+  parallel(pool, all_rows + (skip == kExact ? 2 : 1) * all_parts, [&](int64_t unit) {
+    for (Group& group : groups) {
+      if (unit < group.rows) return group.near_unit(unit);
+      unit -= group.rows;
+    }
+    const bool values = unit >= all_parts;
+    if (values) unit -= all_parts;
+    for (Group& group : groups) {
+      const int64_t row = unit / group.count, c = unit % group.count;
+      if (row < group.rows) return values ? group.value_unit(row, c) : group.far_unit(row, c);
+      unit -= group.rows * group.count;
+    }
+  });
   return ffi::Error::Success();
 }
 
