@@ -57,7 +57,9 @@ class Merge:
         return int(self.keep * count) + 1
 
     def budget(self, stored: Int[Array, "batch kv_heads"]) -> Int[Array, "batch kv_heads"]:
-        """How many of so many tokens that a root stores are whole."""
+        """How many of so many tokens that a root stores are whole. (Where it drops many at once,
+        more of the others may be for a while.)
+        """
         return jnp.floor(self.keep * stored.astype(jnp.float32)).astype(jnp.int32)
 
 

@@ -104,6 +104,9 @@ def test_similarity_is_the_divergence_of_the_last_rows(small, rows, tmp_path):
     some.save(tmp_path / "plan.json")
     read = jaxkv.PodPlan.load(tmp_path / "plan.json")
     assert replan(read, threshold=read.settings["threshold"]) == some
+    assert replan(plan, threshold=replan(read, target_saving=0.3).settings["threshold"]) == replan(
+        plan, target_saving=0.3
+    )
 
 
 def test_blocks_and_thresholds(small):
@@ -251,6 +254,13 @@ def test_repairing_makes_attention_nearly_what_it_was(shallow, story):
     assert abs(with_maps - full) < abs(without - full) / 2
 
 
+def test_the_rate_rises_and_falls():
+    rate = Recipe(policy=jaxkv.Full(), steps=6, warmup=2, learning_rate=1.0).rate()
+    found = [float(rate(update)) for update in range(6)]
+    np.testing.assert_allclose(found[:2] + found[-1:], [0.5, 1.0, 0.1], rtol=1e-6)
+    assert found[1:] == sorted(found[1:], reverse=True)
+
+
 def read_log(folder):
     lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     return [line for line in lines if "loss" in line]
@@ -264,8 +274,8 @@ def _weights(params):
 def training(small, plan, rows):
     """A training of six updates, and what it left on disk."""
 
-    def train(folder, steps=6, **options):
-        policy = jaxkv.PoD(plan, **NEAR)
+    def train(folder, steps=6, maps=None, **options):
+        policy = jaxkv.PoD(dataclasses.replace(plan, maps=maps), **NEAR)
         documents = [row[:n] for row in rows for n in (9, 20, 40)]
         return adapt(
             small, documents, policy=policy, folder=folder, length=40, batch=2, save_every=2,
@@ -303,9 +313,11 @@ def test_a_training_that_was_killed_goes_on_to_the_same_numbers(
     (killed / "weights.safetensors").unlink()
     with (killed / LOG).open("a") as file:
         file.write('{"step": 7, "cross_en')
-    again = training(killed)
+    again = training(killed, watch=lambda step, model: {"seen": 2.0})
     for a, b in zip(_weights(whole), _weights(again), strict=True):
         np.testing.assert_array_equal(a, b)
+    lines = [json.loads(line) for line in (killed / LOG).read_text().splitlines()]
+    assert [line["step"] for line in lines if "seen" in line] == [2, 4, 6]
     assert [{**r, "seconds": 0} for r in read_log(killed)] == [{**r, "seconds": 0} for r in log]
 
     # A damaged checkpoint: the one before is used, and it says so.
@@ -329,6 +341,11 @@ def test_a_training_that_was_killed_goes_on_to_the_same_numbers(
         np.testing.assert_array_equal(a, b)
     # Whatever is different, shapes as well: what another training left stays.
     for other, differs in (
+        ({"teacher": averaged(small, jaxkv.PodPlan.every(2, small.config))}, "teacher is"),
+        (
+            {"maps": 2 * np.tile(np.eye(8, dtype=np.float32), (3, 4, 1, 1))},
+            "policy is .*; start is",
+        ),
         ({"seed": 1}, "seed is 0 there and 1 here"),
         ({"trains": "all"}, "trains"),
     ):
@@ -393,6 +410,7 @@ def test_half_precision_learns_in_single(small, plan, rows, tmp_path):
     for a, b in zip(_weights(made), _weights(loaded), strict=True):
         np.testing.assert_array_equal(a, b)
     # Adapted once more, it starts from its own maps.
+    made.state["layers"][1]["self_attn"]["far_map"] *= 2
     again = {**options, "folder": tmp_path / "again", "steps": 1, "learning_rate": 1e-9}
     twice = adapt(made, rows, **again)
     maps = (

@@ -101,7 +101,7 @@ def _by_slot(logits: Array, positions: Array, sharing: Sharing) -> Array:
     # Where slot p holds token p, the ring comes again and again.
     ring = logits[..., sharing.sinks :]
     times = -(-max(slots - places, 0) // max(ring.shape[3], 1))
-    return jnp.concatenate([logits, *[ring] * times], 3)[..., :slots]
+    return jnp.concatenate([logits, jnp.tile(ring, (1, 1, 1, times))], 3)[..., :slots]
 
 
 def _meet_ring(

@@ -114,7 +114,7 @@ class Attended(NamedTuple):
     """What `attend` gives."""
 
     out: Array
-    #: The buffers that came, with the new token.
+    #: The buffers that came, with the new token; keys of another layer as they were.
     keys: Array
     values: Array
     received: tuple[Array, ...]
@@ -183,14 +183,17 @@ def attend(
         jnp.pad(positions, ((0, 0), (0, 0), (0, padding)), constant_values=-1)[:, :, None],
     ]
 
-    def part(shape: tuple[int, ...], index: Any, of: int = 1) -> pl.BlockSpec:
+    def part(shape: tuple[int, ...], index: Any, of: int | None = None) -> pl.BlockSpec:
         """A block of one KV head; `index` has its place, from the number of the block of slots and
-        from the free slot. Of the two rows of `_needed`, `of` is the one that it goes by.
+        the free slot. With `of`, as that row of `_needed` says.
         """
 
         def place(b: Any, k: Any, j: Any, free: Any, _: Any, *reads: Any) -> Any:
-            number = reads[0][b, (2 * k + of) * blocks + j] if reads else j
-            return b, k, *index(number, free[b, k])
+            slot = free[b, k]
+            if reads and of is not None:
+                step = reads[0][(of * batch * kv_heads + b * kv_heads + k) * blocks + j]
+                b, k, j = step // (kv_heads * blocks), step // blocks % kv_heads, step % blocks
+            return b, k, *index(j, slot)
 
         return pl.BlockSpec((None, None, *shape), place)
 
@@ -199,16 +202,12 @@ def attend(
 
     # The tile that is written: of lanes where slots are last, of sublanes where they are rows.
     tall = 32 // size
-    along = part((dim, block), lambda j, _: (0, j))
-    of_keys = (
-        part((dim, block), lambda j, _: (0, j), 0)
-        if slots_last
-        else part((block, dim), lambda j, _: (j, 0), 0)
-    )
+    along = part((dim, block), lambda j, _: (0, j), 1)
+    down = part((block, dim), lambda j, _: (j, 0), 0)
+    of_keys = part((dim, block), lambda j, _: (0, j), 0) if slots_last else down
     tile_along = part((dim, _LANES), lambda _, free: (0, free // _LANES))
     tile_down = part((tall, dim), lambda _, free: (free // tall, 0))
-    head, row = whole(group, dim), whole(1, slots)
-    token = whole(1, dim)
+    head, row, token = whole(group, dim), whole(1, slots), whole(1, dim)
     in_specs = [head, token, token, of_keys, along, whole(1, blocks * block)]
     out_specs = [head, tile_along if slots_last else tile_down, tile_along]
     outputs: list[Any] = [inputs[0], inputs[3], inputs[4]]
@@ -217,7 +216,7 @@ def attend(
     aliases = {first + 3: 1, first + 4: 2}
     if shared is not None:
         inputs += [shared.far_queries.reshape(inputs[0].shape), shared.near_logits]
-        in_specs += [head, part((group, block), lambda j, _: (0, j))]
+        in_specs += [head, part((group, block), lambda j, _: (0, j), 1)]
         del out_specs[1], outputs[1]
         aliases = {first + 4: 1}
     cached = len(outputs)
@@ -278,22 +277,22 @@ def attend(
 def _needed(
     positions: Array, free: Array, position: Array, shared: Shared, window: int | None, block: int
 ) -> tuple[Array, Array]:
-    """Positions, -1 where a token is skipped, and for every step of the grid the block of keys and
-    that of values to hold: its own, or another step's if it has no use for that, since a block that
-    stays the same is not read again. As `[batch, kv_heads * 2 * blocks]`: keys, then values.
+    """Positions, -1 where a token is skipped; and for every step of the grid the one whose block of
+    keys, and whose of values, to hold `[2 * steps]`: an earlier one if it has no use for its own,
+    since a block that stays the same is not read again.
     """
     near, far = near_and_far(positions, position, shared.sharing, window)
     if shared.skipped is not None:
         skipped = far & shared.skipped[..., None]
         positions, far = jnp.where(skipped, -1, positions), far & ~skipped
-    batch, kv_heads, slots = positions.shape
+    slots = positions.shape[2]
     written = jnp.arange(slots) == free[..., None]
-    used = jnp.stack([far, near | far | written], 2)
+    used = jnp.stack([far, near | far | written])
     used = jnp.pad(used, ((0, 0), (0, 0), (0, 0), (0, -slots % block)))
-    used = jnp.any(used.reshape(batch, kv_heads, 2, -1, block), -1)
-    latest = lax.cummax(jnp.where(used, jnp.arange(used.shape[3]), -1), axis=3)
-    reads = jnp.maximum(latest, jnp.argmax(used, 3, keepdims=True))
-    return positions, reads.astype(jnp.int32).reshape(batch, -1)
+    used = jnp.any(used.reshape(2, -1, block), -1)
+    latest = lax.cummax(jnp.where(used, jnp.arange(used.shape[1]), -1), axis=1)
+    reads = jnp.maximum(latest, jnp.argmax(used, 1, keepdims=True))
+    return positions, reads.astype(jnp.int32).reshape(-1)
 
 
 def block_of(slots: int, dim: int, size: int) -> int:
@@ -315,7 +314,7 @@ def _kernel(
 ):
     given: Any = iter(refs)
     none: Any = None
-    reads_ref = none if sharing is None else next(given)  # SMEM [batch, kv_heads * 2 * blocks]
+    reads_ref = none if sharing is None else next(given)  # SMEM [2 * steps] int32
     queries_ref = next(given)  # [group, dim]
     key_ref, value_ref = next(given), next(given)  # [1, dim], of the new token
     keys_ref = next(given)  # [dim, block], or [block, dim] where slots are rows
@@ -332,7 +331,8 @@ def _kernel(
     # Scratch: logits of all blocks; output, maximum and sum of each query head in the making.
     logits_ref, acc_ref, high_ref, sum_ref = given
     b, k, j = (pl.program_id(axis) for axis in range(3))
-    blocks = pl.num_programs(2)
+    batch, kv_heads, blocks = (pl.num_programs(axis) for axis in range(3))
+    step = (b * kv_heads + k) * blocks + j
     free, position = free_ref[b, k], position_ref[b]
     queries, key, value = queries_ref[...], key_ref[...], value_ref[...]
     scale = queries.shape[1] ** -0.5
@@ -375,7 +375,7 @@ def _kernel(
             key_tile_ref[...] = jnp.where(at, key, keys_ref[pl.ds(first, tall), :])
 
     # Another step's block has no slot that is seen here.
-    @pl.when(True if reads_ref is None else reads_ref[b, (2 * k + 1) * blocks + j] == j)
+    @pl.when(True if sharing is None else reads_ref[batch * kv_heads * blocks + step] == step)
     def _meet():
         start = pl.multiple_of(j * block, _LANES)
         positions = positions_ref[:, pl.ds(start, block)]

@@ -1,6 +1,7 @@
 """`adapt`: a light post-training of a model for the attention that it will be run with."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -83,6 +84,8 @@ def adapt(
     for name, value in (("save_every", save_every), ("keep", keep), ("batch", batch)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+    if params.dtype == jnp.float16:
+        raise ValueError("gradients vanish in float16: load the model in bfloat16 or float32")
     student, guide = params.weights(), (params if teacher is None else teacher).weights()
     if rope_base is not None:
         student = _with_rope(student, rope_base, max(length, params.config.max_positions))
@@ -103,7 +106,10 @@ def adapt(
         "seed": seed,
         "tokens_of_texts": batches.tokens,
         "rope_base": rope_base,
+        "start": _digest(split(student, training)),
+        "teacher": _digest(flatten(guide.state)) if training.distill else None,
     }
+    about = {name: value for name, value in about.items() if value is not None}
 
     def named(model: Params) -> Params:
         return dataclasses.replace(model, name=params.name, tokenizer=params.tokenizer)
@@ -166,6 +172,17 @@ def _student(params: Params, policy: Policy) -> Params:
         eye = np.eye(config.head_dim, dtype=np.float32)
         maps = np.tile(eye, (config.num_layers, config.num_heads, 1, 1))
     return with_maps(params, maps)
+
+
+def _digest(arrays: Mapping[str, Any]) -> str | None:
+    """What tells one set of weights from another; None if they lie on several hosts."""
+    found = hashlib.sha256()
+    for path, array in sorted(arrays.items()):
+        if not array.is_fully_addressable:
+            return None
+        found.update(f"{path} {array.dtype}".encode())
+        found.update(np.asarray(array).tobytes())
+    return found.hexdigest()[:16]
 
 
 def _with_rope(params: Params, base: float, max_positions: int) -> Params:
@@ -314,9 +331,9 @@ class _Training:
     def _compare(self, about: Mapping[str, Any]) -> None:
         """Raises `ValueError` if a checkpoint is of another training."""
         apart = [
-            f"{name} is {about.get(name)!r} there and {value!r} here"
+            f"{name} is {about[name]!r} there and {value!r} here"
             for name, value in self.about.items()
-            if about.get(name) != value
+            if name in about and about[name] != value
         ]
         if apart:
             told = "; ".join(f"{difference:.200}" for difference in apart)
@@ -338,7 +355,7 @@ class _Training:
         self.manager.close()
         arrays = {name: np.ascontiguousarray(array) for name, array in self.trained.items()}
         about = {}
-        if self.about["rope_base"] is not None:
+        if "rope_base" in self.about:
             about["rope_base"] = repr(self.about["rope_base"])
             about["max_positions"] = str(self.student.config.max_positions)
         save_file(arrays, self.folder / WEIGHTS, metadata=about)

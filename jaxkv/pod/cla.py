@@ -41,7 +41,7 @@ class CLA(Sharer):
 
     @property
     def sharing(self) -> Sharing:
-        return Sharing(self.plan.root, sinks=0, recent=0, values=True)
+        return Sharing(self.plan.root, 0, 0, evicts=self.of.evicts, values=True)
 
 
 def averaged(params: Params, plan: PodPlan) -> Params:

@@ -70,7 +70,8 @@ def explore(
     rows = cut(params, texts, length, at_least=last_rows, why=f"last_rows={last_rows}")
     found = similarities(params, rows, last_rows=last_rows, log_base=log_base)
     # As they are saved, so that a threshold gives the same plan again.
-    alike = np.round(found.mean(-1) if over == "mean" else found.min(-1), SIMILARITY_DIGITS)
+    alike = found.mean(-1) if over == "mean" else found.min(-1)
+    alike = np.round(alike.astype(np.float64), SIMILARITY_DIGITS)
     if target_saving is not None:
         threshold = _threshold_for(alike, target_saving, reference)
     return PodPlan.for_config(

@@ -61,4 +61,4 @@ class MiniCache(Sharer):
     @property
     def sharing(self) -> Sharing:
         merge = Merge(self.toward, self.keep)
-        return Sharing(self.plan.root, sinks=0, recent=0, values=True, merge=merge)
+        return Sharing(self.plan.root, 0, 0, evicts=self.of.evicts, values=True, merge=merge)

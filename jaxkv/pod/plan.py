@@ -192,7 +192,7 @@ class PodPlan:
                 content["head_dim"],
                 model=content["model"],
                 settings=content["settings"],
-                similarity=None if similarity is None else np.array(similarity, np.float32),
+                similarity=None if similarity is None else np.array(similarity, np.float64),
                 maps=None if maps is None else load_file(file.with_name(maps))["maps"],
             )
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
