@@ -1,6 +1,6 @@
 """A light post-training under PoD, and its rivals on the same tokens.
 
-    python scripts/pod_adapt.py --plan pod/plan_35.json --out adapted            # 1 to 2 hours
+    python scripts/pod_adapt.py --plan pod/plan_35.json --out adapted            # half an hour
     python scripts/pod_adapt.py --quick --plan pod/plan_35.json --out adapted    # 10 minutes
 
 `jaxkv.pod.adapt` for each of `--forms`: pod (from the plan's maps, if it has some), dense (the
