@@ -265,7 +265,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel(f"saved of the keys and values of {own[0]['prompt']} tokens")
-    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
     axes.set_ylabel("perplexity")
     axes.legend()
     figure.savefig(path, dpi=120)
