@@ -18,10 +18,8 @@ from jaxtyping import Array
 
 from jaxkv.pallas_kernels import decode_tpu
 from jaxkv.pallas_kernels.decode import near_and_far
+from jaxkv.pallas_kernels.decode_tpu_kernel import LANES, MASKED, column
 from jaxkv.shared import Sharing
-
-_MASKED = -1e30
-_LANES = 128
 
 
 def check(
@@ -76,7 +74,7 @@ def run(
         near, far = near_and_far(positions, position, sharing, window)
         seen = jnp.take_along_axis(near, jnp.minimum(ring, near.shape[2] - 1), 2)
         seen &= ring < near.shape[2]
-        met = jnp.where(seen[:, :, None], logits, _MASKED)
+        met = jnp.where(seen[:, :, None], logits, MASKED)
         there = jnp.any(far, -1)
         gate = jax.nn.sigmoid(jax.nn.logsumexp(met, -1) - root_far)
         skipped = jnp.all(gate >= sharing.skip[1], -1) & there
@@ -113,8 +111,8 @@ def _meet_ring(
     batch, kv_heads, places, dim = near_keys.shape
     group, size = queries.shape[1] // kv_heads, near_keys.dtype.itemsize
     # As in `decode_tpu`: of such keys, TPU stores slots last.
-    last = dim % _LANES != 0
-    block, tall = decode_tpu.block_of(places, dim, size), _LANES if last else 32 // size
+    last = dim % LANES != 0
+    block, tall = decode_tpu.block_of(places, dim, size), LANES if last else 32 // size
     stored = jnp.swapaxes(near_keys, 2, 3) if last else near_keys
 
     def spec(shape: tuple[int, int], index: Any) -> pl.BlockSpec:
@@ -203,6 +201,6 @@ def _kernel(
         here = lax.broadcasted_iota(jnp.int32, (1, tall) if last else (tall, 1), int(last))
         here = (here == seat % tall) & (position_ref[b] >= 0)
         if last:
-            tile_ref[...] = jnp.where(here, decode_tpu.column(key), ring_ref[:, pl.ds(first, tall)])
+            tile_ref[...] = jnp.where(here, column(key), ring_ref[:, pl.ds(first, tall)])
         else:
             tile_ref[...] = jnp.where(here, key, ring_ref[pl.ds(first, tall), :])

@@ -23,13 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from jaxkv.pallas_kernels.decode import column_sums, far_lse, near_and_far
+from jaxkv.pallas_kernels.decode import column_sums, near_and_far
+from jaxkv.pallas_kernels.decode_tpu_kernel import LANES, kernel
 from jaxkv.pallas_kernels.dispatch import check_dtypes
 from jaxkv.shared import Sharing
 from jaxkv.statistics import ColumnSums, Statistic
 
-_MASKED = -1e30
-_LANES = 128
 #: Bytes of a block of keys or of values. There are two of each in VMEM, beside copies.
 _BLOCK_BYTES = 2**20
 #: Slots, and query heads of a KV head, of which logits, scores and positions fit VMEM beside the
@@ -58,8 +57,8 @@ def check(
     dim, slots = keys.shape[-1], positions.shape[-1]
     if dim % 16:
         raise NotImplementedError(f"head dim must be a multiple of 16, got {dim}")
-    if slots < _LANES:
-        raise NotImplementedError(f"fewer slots than {_LANES} are not worth a kernel, got {slots}")
+    if slots < LANES:
+        raise NotImplementedError(f"fewer slots than {LANES} are not worth a kernel, got {slots}")
     kv_heads, rows = positions.shape[1], keys.shape[1]
     if rows != kv_heads:
         raise NotImplementedError(f"each KV head must have its own slots, got {rows} rows of slots")
@@ -92,7 +91,7 @@ def run(
     """See `jaxkv.pallas_kernels.decode`."""
     del layer
     sums = column_sums(statistics)
-    found = attend(
+    return attend(
         queries,
         key,
         value,
@@ -104,10 +103,9 @@ def run(
         onto,
         sums=sums,
         window=window,
+        far=far,
         interpret=interpret,
     )
-    told = None if far is None else far_lse(queries, found.keys, positions, position, far, window)
-    return found.out, found.keys, found.values, found.received, told
 
 
 class Attended(NamedTuple):
@@ -118,6 +116,8 @@ class Attended(NamedTuple):
     keys: Array
     values: Array
     received: tuple[Array, ...]
+    #: [batch, kv_heads, group]: the log-sum-exp of distant logits; None unless asked for.
+    told: Array | None
 
 
 class Shared(NamedTuple):
@@ -146,6 +146,7 @@ def attend(
     sums: ColumnSums | None = None,
     window: int | None = None,
     shared: Shared | None = None,
+    far: Sharing | None = None,
     interpret: Any = False,
 ) -> Attended:
     """The kernel.
@@ -156,13 +157,14 @@ def attend(
       window: tokens that a query sees at most.
       shared: the keys are those of another layer and stay as they are. Blocks of keys or of values
         of which nothing is seen are not read.
+      far: what is distant, if the log-sum-exp of distant logits is wanted.
       interpret: for Pallas' interpreter.
 
     """
     batch, heads, dim = queries.shape
     kv_heads, slots = positions.shape[1:]
     group, size = heads // kv_heads, keys.dtype.itemsize
-    slots_last = dim % _LANES != 0
+    slots_last = dim % LANES != 0
     block = block_of(slots, dim, size)
     blocks = pl.cdiv(slots, block)
     if sums is None:
@@ -205,7 +207,7 @@ def attend(
     along = part((dim, block), lambda j, _: (0, j), 1)
     down = part((block, dim), lambda j, _: (j, 0), 0)
     of_keys = part((dim, block), lambda j, _: (0, j), 0) if slots_last else down
-    tile_along = part((dim, _LANES), lambda _, free: (0, free // _LANES))
+    tile_along = part((dim, LANES), lambda _, free: (0, free // LANES))
     tile_down = part((tall, dim), lambda _, free: (free // tall, 0))
     head, row, token = whole(group, dim), whole(1, slots), whole(1, dim)
     in_specs = [head, token, token, of_keys, along, whole(1, blocks * block)]
@@ -226,6 +228,9 @@ def attend(
         outputs.append(inputs[-1])
         out_specs.append(row)
         aliases[first + len(inputs) - 1] = len(outputs) - 1
+    if far is not None:
+        outputs.append(jax.ShapeDtypeStruct((batch, kv_heads, group, LANES), jnp.float32))
+        out_specs.append(whole(group, LANES))
     shapes: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     if not interpret:
         # The compiler would bring a layer that fits into VMEM as a whole, and write all of it back.
@@ -234,13 +239,14 @@ def attend(
     scores_bytes = 4 if sums is None else 12
     results = pl.pallas_call(
         functools.partial(
-            _kernel,
+            kernel,
             sums=sums,
             window=window,
             slots=slots,
             block=block,
             slots_last=slots_last,
             sharing=None if shared is None else shared.sharing,
+            far=far,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
@@ -250,8 +256,7 @@ def attend(
             scratch_shapes=[
                 pltpu.VMEM((1 if sums is None else blocks, group, block), jnp.float32),
                 pltpu.VMEM((group, dim), jnp.float32),
-                pltpu.VMEM((group, _LANES), jnp.float32),
-                pltpu.VMEM((group, _LANES), jnp.float32),
+                *[pltpu.VMEM((group, LANES), jnp.float32)] * (2 if far is None else 4),
             ],
         ),
         out_shape=shapes,
@@ -271,7 +276,8 @@ def attend(
     if shared is None:
         keys = jnp.swapaxes(stored[0], 2, 3) if slots_last else stored[0]
     received = () if onto is None else (results[cached][:, :, 0],)
-    return Attended(out.reshape(batch, heads, dim), keys, stored[-1], received)
+    told = None if far is None else results[-1][..., 0]
+    return Attended(out.reshape(batch, heads, dim), keys, stored[-1], received, told)
 
 
 def _needed(
@@ -297,154 +303,5 @@ def _needed(
 
 def block_of(slots: int, dim: int, size: int) -> int:
     """Slots per block: as few blocks as fit, of like sizes, in whole lanes."""
-    most = max(_LANES, _BLOCK_BYTES // (dim * size) // _LANES * _LANES)
-    return -(-slots // pl.cdiv(slots, most) // _LANES) * _LANES
-
-
-def _kernel(
-    free_ref,  # SMEM [batch, kv_heads] int32
-    position_ref,  # SMEM [batch] int32
-    *refs,
-    sums: ColumnSums | None,
-    window: int | None,
-    slots: int,
-    block: int,
-    slots_last: bool,
-    sharing: Sharing | None,
-):
-    given: Any = iter(refs)
-    none: Any = None
-    reads_ref = none if sharing is None else next(given)  # SMEM [2 * steps] int32
-    queries_ref = next(given)  # [group, dim]
-    key_ref, value_ref = next(given), next(given)  # [1, dim], of the new token
-    keys_ref = next(given)  # [dim, block], or [block, dim] where slots are rows
-    values_ref = next(given)  # [dim, block]
-    positions_ref = next(given)  # [1, blocks * block] int32
-    far_queries_ref, near_ref = queries_ref, none
-    if sharing is not None:
-        far_queries_ref, near_ref = next(given), next(given)  # [group, dim], [group, block]
-    onto_ref = none if sums is None else next(given)  # [1, slots]
-    out_ref = next(given)  # [group, dim]
-    key_tile_ref = next(given) if sharing is None else none
-    value_tile_ref = next(given)
-    received_ref = none if sums is None else next(given)  # [1, slots]
-    # Scratch: logits of all blocks; output, maximum and sum of each query head in the making.
-    logits_ref, acc_ref, high_ref, sum_ref = given
-    b, k, j = (pl.program_id(axis) for axis in range(3))
-    batch, kv_heads, blocks = (pl.num_programs(axis) for axis in range(3))
-    step = (b * kv_heads + k) * blocks + j
-    free, position = free_ref[b, k], position_ref[b]
-    queries, key, value = queries_ref[...], key_ref[...], value_ref[...]
-    scale = queries.shape[1] ** -0.5
-    # Mosaic would round float32 to bfloat16.
-    exact = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else lax.Precision.DEFAULT
-
-    def dot(a, b, contract):
-        return lax.dot_general(
-            a,
-            b,
-            ((contract[:1], contract[1:]), ((), ())),
-            precision=exact,
-            preferred_element_type=jnp.float32,
-        )
-
-    # What the new token gets is known at once; its slot still holds another.
-    fresh = jnp.sum(queries.astype(jnp.float32) * key.astype(jnp.float32), 1, keepdims=True)
-    fresh = fresh * scale
-
-    @pl.when(j == 0)
-    def _start():
-        high_ref[...] = jnp.broadcast_to(fresh, high_ref.shape)
-        sum_ref[...] = jnp.ones(sum_ref.shape, jnp.float32)
-        acc_ref[...] = jnp.broadcast_to(value.astype(jnp.float32), acc_ref.shape)
-
-    @pl.when(j == free // block)
-    def _write():
-        here = free // block * block
-        first = pl.multiple_of(free // _LANES * _LANES - here, _LANES)
-        at = lax.broadcasted_iota(jnp.int32, (1, _LANES), 1) == free % _LANES
-        value_tile_ref[...] = jnp.where(at, column(value), values_ref[:, pl.ds(first, _LANES)])
-        if key_tile_ref is None:
-            return
-        if slots_last:
-            key_tile_ref[...] = jnp.where(at, column(key), keys_ref[:, pl.ds(first, _LANES)])
-        else:
-            tall = key_tile_ref.shape[0]
-            first = pl.multiple_of(free // tall * tall - here, tall)
-            at = lax.broadcasted_iota(jnp.int32, (tall, 1), 0) == free % tall
-            key_tile_ref[...] = jnp.where(at, key, keys_ref[pl.ds(first, tall), :])
-
-    # Another step's block has no slot that is seen here.
-    @pl.when(True if sharing is None else reads_ref[batch * kv_heads * blocks + step] == step)
-    def _meet():
-        start = pl.multiple_of(j * block, _LANES)
-        positions = positions_ref[:, pl.ds(start, block)]
-        slot = start + lax.broadcasted_iota(jnp.int32, (1, block), 1)
-        seen = (positions >= 0) & (positions <= position) & (slot != free)
-        if window is not None:
-            seen &= position - positions < window
-        keys = keys_ref[...]
-        logits = dot(far_queries_ref[...], keys, (1, 0) if slots_last else (1, 1)) * scale
-        if sharing is not None:
-            near = sharing.is_near(position, positions)
-            logits = jnp.where(near, near_ref[...], logits)
-        logits = jnp.where(seen, logits, _MASKED)
-        if sums is not None:
-            logits_ref[j] = logits
-        high = high_ref[:, :1]
-        higher = jnp.maximum(high, jnp.max(logits, 1, keepdims=True))
-        rescale, weights = jnp.exp(high - higher), jnp.exp(logits - higher)
-        # Slots that are not seen may hold anything, and 0 * NaN is NaN.
-        values = jnp.where(seen, values_ref[...], jnp.zeros((), values_ref.dtype))
-        acc_ref[...] = acc_ref[...] * rescale + dot(weights.astype(values.dtype), values, (1, 1))
-        sum_ref[...] = sum_ref[...] * rescale + jnp.sum(weights, 1, keepdims=True)
-        high_ref[...] = jnp.broadcast_to(higher, high_ref.shape)
-
-    @pl.when(j == blocks - 1)
-    def _finish():
-        # A sequence that has ended sees nothing.
-        share = jnp.where(position >= 0, 1 / sum_ref[:, :1], 0.0)
-        out_ref[...] = (acc_ref[...] * share).astype(out_ref.dtype)
-        if sums is None:
-            return
-
-        def add(number, first, width):
-            at = lax.broadcasted_iota(jnp.int32, (1, width), 1) + first == free
-            logits = jnp.where(at, fresh, logits_ref[number][:, :width])
-            received = of_group(sums, jnp.exp(logits - high_ref[:, :1]) * share)[None]
-            received_ref[:, pl.ds(first, width)] = onto_ref[:, pl.ds(first, width)] + received
-
-        if slots >= block:
-
-            @pl.loop(0, slots // block)
-            def _blocks(number):
-                add(number, pl.multiple_of(number * block, _LANES), block)
-
-        if slots % block:
-            add(slots // block, slots // block * block, slots % block)
-
-
-def column(row):
-    """[1, dim] as [dim, 1], in sums of one number each."""
-    dim = row.shape[1]
-    diagonal = lax.broadcasted_iota(jnp.int32, (dim, dim), 0) == lax.broadcasted_iota(
-        jnp.int32, (dim, dim), 1
-    )
-    spread = jnp.where(diagonal, row.astype(jnp.float32), 0.0)
-    return jnp.sum(spread, 1, keepdims=True).astype(row.dtype)
-
-
-def of_group(sums, probabilities):
-    """[group, width] as [width], or [group, rows, width] as [rows, width]: query heads put together
-    as the statistic says, in a kernel.
-    """
-    if sums.power == 0.5:
-        probabilities = jnp.sqrt(probabilities)
-    elif sums.power != 1:
-        some = probabilities > 0
-        powers = jnp.exp(sums.power * jnp.log(jnp.where(some, probabilities, 1.0)))
-        probabilities = jnp.where(some, powers, 0.0)
-    if sums.group == "max":
-        return jnp.max(probabilities, 0)
-    received = jnp.sum(probabilities, 0)
-    return received if sums.group == "sum" else received / probabilities.shape[0]
+    most = max(LANES, _BLOCK_BYTES // (dim * size) // LANES * LANES)
+    return -(-slots // pl.cdiv(slots, most) // LANES) * LANES

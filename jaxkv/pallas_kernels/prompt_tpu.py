@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from jaxkv.attention import Far
 from jaxkv.pallas_kernels.decode import column_sums
-from jaxkv.pallas_kernels.decode_tpu import of_group
+from jaxkv.pallas_kernels.decode_tpu_kernel import of_group
 from jaxkv.pallas_kernels.dispatch import check_dtypes
 from jaxkv.statistics import Statistic
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from jaxkv.pallas_kernels.decode_tpu import column
+from jaxkv.pallas_kernels.decode_tpu_kernel import column
 from jaxkv.pallas_kernels.dispatch import check_dtypes
 
 _LANES = 128
