@@ -74,8 +74,7 @@ def kernel(
         sum_ref[...] = jnp.ones(sum_ref.shape, jnp.float32)
         acc_ref[...] = jnp.broadcast_to(value.astype(jnp.float32), acc_ref.shape)
         if far is not None:
-            # Above what is masked, so that it has no weight, and below every logit.
-            far_refs[0][...] = jnp.full(high_ref.shape, MASKED / 2, jnp.float32)
+            far_refs[0][...] = jnp.full(high_ref.shape, MASKED, jnp.float32)
             far_refs[1][...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
     @pl.when(j == free // block)
@@ -126,9 +125,7 @@ def kernel(
         out_ref[...] = (acc_ref[...] * share).astype(out_ref.dtype)
         if told_ref is not None:
             high, total = (ref[...] for ref in far_refs)
-            some = total > 0
-            told = high + jnp.log(jnp.where(some, total, 1.0))
-            told_ref[...] = jnp.where(some, told, MASKED)
+            told_ref[...] = high + jnp.log(total)
         if sums is None:
             return
 
