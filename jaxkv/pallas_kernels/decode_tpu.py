@@ -91,7 +91,7 @@ def run(
     """See `jaxkv.pallas_kernels.decode`."""
     del layer
     sums = column_sums(statistics)
-    return attend(
+    found = attend(
         queries,
         key,
         value,
@@ -106,6 +106,8 @@ def run(
         far=far,
         interpret=interpret,
     )
+    # Where it runs on a mesh, all implementations must give the same kind of tuple.
+    return tuple(found)  # type: ignore[return-value]
 
 
 class Attended(NamedTuple):
