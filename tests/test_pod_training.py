@@ -347,6 +347,7 @@ def test_a_training_that_was_killed_goes_on_to_the_same_numbers(
             "policy is .*; start is",
         ),
         ({"seed": 1}, "seed is 0 there and 1 here"),
+        ({"clip": 0.5}, "clip is '1.0' there and '0.5' here"),
         ({"trains": "all"}, "trains"),
     ):
         with pytest.raises(
@@ -382,6 +383,10 @@ def test_the_rotary_embedding_may_have_another_base(training, rows, tmp_path):
         adapt(params, long, steps=1, batch=1, rope_base=5e5, **longer)
     more = adapt(params, long, steps=1, batch=1, rope_base=5e5, distill=0, **longer)
     assert more.config.max_positions == 160
+    with pytest.raises(
+        ValueError, match=r"another training \(rope_base is 500000\.0 there and None"
+    ):
+        adapt(params, rows, steps=2, batch=1, **options)
     with pytest.raises(ValueError, match=r"must be a number above 1, got 1\.0"):
         adapt(params, rows, steps=1, rope_base=1.0, **options)
     with pytest.raises(ValueError, match=r"is scaled \(rope_scaling\) and does not follow"):

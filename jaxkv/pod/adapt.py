@@ -31,6 +31,7 @@ from jaxkv.sharding import on_mesh_of
 
 WEIGHTS = "weights.safetensors"
 LOG = "log.jsonl"
+_UNKNOWN = "unknown"
 
 
 def adapt(
@@ -107,9 +108,8 @@ def adapt(
         "tokens_of_texts": batches.tokens,
         "rope_base": rope_base,
         "start": _digest(split(student, training)),
-        "teacher": _digest(flatten(guide.state)) if training.distill else None,
+        "teacher": _digest(flatten(guide.state)) if training.distill else "none",
     }
-    about = {name: value for name, value in about.items() if value is not None}
 
     def named(model: Params) -> Params:
         return dataclasses.replace(model, name=params.name, tokenizer=params.tokenizer)
@@ -174,12 +174,12 @@ def _student(params: Params, policy: Policy) -> Params:
     return with_maps(params, maps)
 
 
-def _digest(arrays: Mapping[str, Any]) -> str | None:
-    """What tells one set of weights from another; None if they lie on several hosts."""
+def _digest(arrays: Mapping[str, Any]) -> str:
+    """What tells one set of weights from another, unless they lie on several hosts."""
     found = hashlib.sha256()
     for path, array in sorted(arrays.items()):
         if not array.is_fully_addressable:
-            return None
+            return _UNKNOWN
         found.update(f"{path} {array.dtype}".encode())
         found.update(np.asarray(array).tobytes())
     return found.hexdigest()[:16]
@@ -331,9 +331,9 @@ class _Training:
     def _compare(self, about: Mapping[str, Any]) -> None:
         """Raises `ValueError` if a checkpoint is of another training."""
         apart = [
-            f"{name} is {about[name]!r} there and {value!r} here"
+            f"{name} is {about.get(name)!r} there and {value!r} here"
             for name, value in self.about.items()
-            if name in about and about[name] != value
+            if about.get(name) != value and _UNKNOWN not in (about.get(name), value)
         ]
         if apart:
             told = "; ".join(f"{difference:.200}" for difference in apart)
@@ -355,7 +355,7 @@ class _Training:
         self.manager.close()
         arrays = {name: np.ascontiguousarray(array) for name, array in self.trained.items()}
         about = {}
-        if "rope_base" in self.about:
+        if self.about["rope_base"] is not None:
             about["rope_base"] = repr(self.about["rope_base"])
             about["max_positions"] = str(self.student.config.max_positions)
         save_file(arrays, self.folder / WEIGHTS, metadata=about)
