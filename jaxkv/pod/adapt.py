@@ -8,7 +8,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,10 @@ def adapt(
     batches = Batches(params, texts, length=length, batch=batch, seed=seed)
     about = {
         "model": params.name,
-        **{field.name: repr(getattr(training, field.name)) for field in fields(training)},
+        **{
+            field.name: repr(getattr(training, field.name))
+            for field in dataclasses.fields(training)
+        },
         "root": policy.sharing and policy.sharing.root,
         "length": length,
         "batch": batch,
